@@ -1,0 +1,4 @@
+# config/canonical_toy.py with another input, and nothing else changed.
+from config.canonical_toy import *
+
+input_mode = "gf2"

@@ -1,0 +1,4 @@
+# config/canonical_1p7b.py with another input, and nothing else changed.
+from config.canonical_1p7b import *
+
+input_mode = "learned"

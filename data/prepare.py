@@ -1,0 +1,212 @@
+"""
+Documents -> a dataset folder (its format is in shards.py), the same bytes on every run.
+
+    clean      no byte-order mark, line ends as \\n; empty documents are left out
+    split      by a hash of the content: a document, and any copy of it, is on one side only
+    tokenize   as ordinary text (a literal <|endoftext|> is text), then one end-of-text id each
+    write      into a hidden folder beside the target, which takes its name when all is on disk
+
+So a killed run leaves nothing that could be mistaken for a dataset; run the command again.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from config import Settings
+from data import shards, tokenizers
+
+SHARD_TOKENS = 100_000_000  # a file is closed after the document that reaches this
+BATCH_BYTES = 4_000_000     # text that is tokenized at a time: bounds the memory
+BPE_BYTES = 50_000_000      # text that a trained tokenizer looks at
+
+
+@dataclass
+class PrepareConfig(Settings):
+    data_dir: str = ""           # folder to write; empty = data/<name of the corpus>
+    tokenizer: Literal["bpe", "gpt2-49152"] = "bpe"  # trained on the corpus, or GPT-2's first 49,151
+    vocab_size: int = 4096       # ids of a trained tokenizer, end-of-text included
+    val_fraction: float = 0.05   # share of the text that is kept for validation
+    threads: int = 0             # tokenizing threads; 0 = one a core
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least(0, "threads")
+        if not 0 < self.val_fraction < 1:
+            raise ValueError(f"val_fraction must be between 0 and 1, got {self.val_fraction}")
+        if self.tokenizer == "gpt2-49152":
+            self.vocab_size = 49152
+        if not 257 <= self.vocab_size <= 65536:
+            raise ValueError(f"vocab_size must be from 257 to 65536, got {self.vocab_size}")
+
+
+def clean(text: str) -> str:
+    return text.removeprefix("\ufeff").replace("\r\n", "\n")
+
+
+def content_hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def survey(documents: Iterable[str], val_fraction: float) -> dict:
+    """
+    One look at a corpus: the hash up to which documents are for validation, the bytes of all, and a
+    digest of their contents. Validation takes the smallest hashes, as many as make up val_fraction of
+    the text, at least one and never all. Memory: 16 bytes a document.
+    """
+    hashes, sizes = array("Q"), array("Q")
+    for text in documents:
+        hashes.append(content_hash(text))
+        sizes.append(len(text.encode()))
+    values = np.array(hashes, dtype=np.uint64)
+    distinct = np.unique(values)
+    if len(distinct) < 2:
+        raise ValueError(f"found {len(distinct)} different documents, but a split needs at least two")
+    order = np.argsort(values, kind="stable")
+    share = np.cumsum(np.array(sizes)[order]) / sum(sizes)
+    last = values[order][np.searchsorted(share, val_fraction)]
+    return {
+        "last_val": int(min(last, distinct[-2])),
+        "bytes": sum(sizes),
+        "digest": hashlib.sha256(values.tobytes()).hexdigest()[:16],
+    }
+
+
+def write_file(path: Path, content: bytes) -> None:
+    with open(path, "wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def write_split(folder: Path, split: str, documents: Iterator[str], encoding, threads: int, bar):
+    """Tokenize documents into split_00000.bin, ...; yields the meta.json entry of each file."""
+    eot, file, n_files = encoding.eot_token, None, 0
+    while batch := list(take(documents, BATCH_BYTES)):
+        for text, ids in zip(batch, encoding.encode_ordinary_batch(batch, num_threads=threads)):
+            if file is None:
+                entry = {"name": f"{split}_{n_files:05d}.bin", "tokens": 0, "documents": 0, "bytes": 0}
+                file = open(folder / entry["name"], "wb")
+            np.array(ids + [eot], dtype="<u2").tofile(file)
+            size = len(text.encode())
+            entry["tokens"] += len(ids) + 1
+            entry["documents"] += 1
+            entry["bytes"] += size
+            bar.update(size)
+            if entry["tokens"] >= SHARD_TOKENS:
+                close(file)
+                yield entry
+                file, n_files = None, n_files + 1
+    if file is not None:
+        close(file)
+        yield entry
+
+
+def close(file) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def take(documents: Iterator[str], n_bytes: int) -> Iterator[str]:
+    """The next documents, until they make n_bytes."""
+    for text in documents:
+        yield text
+        n_bytes -= len(text)
+        if n_bytes <= 0:
+            return
+
+
+def prepare(
+    cfg: PrepareConfig, corpus: Callable[[], Iterable[str]], source: str, command: str
+) -> Path:
+    """
+    Write the dataset of a corpus, a function that returns its documents anew at each call, and
+    return the folder. One that is there already is kept if it was made the same way, else refused.
+    """
+    folder = Path(cfg.data_dir)
+    seen = survey(corpus(), cfg.val_fraction)
+    wish = {"digest": seen["digest"], "tokenizer": cfg.tokenizer, "vocab_size": cfg.vocab_size,
+            "val_fraction": cfg.val_fraction}  # fmt: skip
+    if (folder / "meta.json").exists():
+        meta = shards.read_meta(folder)
+        if meta.get("wish") == wish:
+            print(f"{folder} is there already; delete it to prepare it again")
+            return folder
+        raise ValueError(
+            f"{folder} holds another dataset ({meta['tokenizer']} from {meta.get('source')}): "
+            "delete it, or choose another --data_dir"
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is in the way: it is no dataset; choose another --data_dir")
+
+    def documents(val: bool) -> Iterator[str]:
+        return (t for t in corpus() if (content_hash(t) <= seen["last_val"]) == val)
+
+    n_bytes = seen["bytes"]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if n_bytes > free:  # 2 bytes a token, and a token stands for 2 bytes or more on average
+        raise ValueError(
+            f"{folder} needs up to {n_bytes / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free: "
+            "free some, or choose another --data_dir"
+        )
+    remove_leftovers(folder)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as name:
+        partial = Path(name) / folder.name
+        partial.mkdir()
+        if cfg.tokenizer == "bpe":
+            print(f"training a tokenizer of {cfg.vocab_size} tokens")
+            words = tokenizers.count_words(take(documents(val=False), BPE_BYTES))
+            spec = tokenizers.bpe_spec(words, cfg.vocab_size)
+        else:
+            spec = tokenizers.gpt2_spec()
+        encoding = tokenizers.load_encoding(spec)
+        write_file(partial / tokenizers.FILE_NAME, tokenizers.spec_bytes(spec))
+        files = []
+        with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar:
+            for split in ("train", "val"):
+                threads = cfg.threads or os.cpu_count() or 1
+                files += write_split(
+                    partial, split, documents(split == "val"), encoding, threads, bar
+                )
+        meta = {
+            "tokenizer": spec["name"],
+            "tokenizer_sha256": tokenizers.digest(spec),
+            "vocab_size": encoding.n_vocab,
+            "eot_id": encoding.eot_token,
+            "source": source,
+            "command": command,
+            "wish": wish,
+            "files": files,
+        }
+        write_file(partial / "meta.json", json.dumps(meta, indent=2).encode())
+        if folder.exists():
+            folder.rmdir()  # an empty one
+        try:
+            partial.rename(folder)
+        except OSError:
+            shards.read_meta(folder)  # another process was faster with the same bytes
+    for split in ("train", "val"):
+        entries = [file for file in files if file["name"].startswith(split)]
+        tokens, docs = (sum(file[key] for file in entries) for key in ("tokens", "documents"))
+        print(f"{folder}: {split:5} {tokens:>12,} tokens in {docs:,} documents")
+    return folder
+
+
+def remove_leftovers(folder: Path, age_s: float = 3600) -> None:
+    """What killed runs left behind. Younger folders may belong to a run that is at work."""
+    for path in folder.parent.glob(f".{folder.name}.*"):
+        if time.time() - path.stat().st_mtime > age_s:
+            shutil.rmtree(path, ignore_errors=True)

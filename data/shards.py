@@ -1,0 +1,200 @@
+"""
+A dataset on disk, and the order in which training reads it.
+
+A dataset is a folder that data/prepare.py writes:
+
+    train_00000.bin ...   token ids as raw little-endian uint16, documents one after the other,
+    val_00000.bin ...     each ended by the end-of-text id
+    meta.json             vocabulary, counts of every file, where it all comes from
+    tiktoken.json         the tokenizer
+
+A window is T inputs and the T tokens that follow each of them, so it takes T + 1 tokens of one file,
+and neighbours share one:
+
+    tokens     0 1 2 3 4 5 6 7 8
+    T = 4      [x x x x y]
+                       [x x x x y]
+
+Letters: B batch, T time (block_size), N windows of a split.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data import tokenizers
+
+SCAN_TOKENS = 2**24  # files up to this size have every id checked on opening; all are checked on reading
+
+
+class Shards:
+    """One split ("train" or "val") of a dataset. Files are memory-mapped when first read."""
+
+    def __init__(self, folder: str | Path, split: str, vocab_size: int, block_size: int):
+        self.folder, self.vocab_size, self.block_size = Path(folder), vocab_size, block_size
+        self.meta = read_meta(folder)
+        if self.meta["vocab_size"] != vocab_size:
+            raise ValueError(
+                f"{self.folder / 'meta.json'} has a vocabulary of {self.meta['vocab_size']} "
+                f"({self.meta['tokenizer']}), but vocab_size={vocab_size}: change one of them; "
+                f"`{self.meta['command']}` made this dataset"
+            )
+        self.files = [file for file in self.meta["files"] if file["name"].startswith(split + "_")]
+        self.paths = [self.folder / file["name"] for file in self.files]
+        for path, file in zip(self.paths, self.files):
+            check_size(path, file["tokens"], self.meta["command"])
+        self.sizes = np.array([file["tokens"] for file in self.files], dtype=np.int64)
+        per_file = np.maximum(self.sizes - 1, 0) // block_size
+        self.first_window = np.concatenate([[0], np.cumsum(per_file)])  # of each file, and the total
+        self.n_windows, self.n_tokens = int(self.first_window[-1]), int(self.sizes.sum())
+        if self.n_windows == 0:
+            raise ValueError(
+                f"{self.folder}: the {split} files hold {self.n_tokens} tokens, fewer than "
+                f"block_size + 1 = {block_size + 1} in a row: use more text or a smaller block_size"
+            )
+        self.opened: dict[int, np.ndarray] = {}
+
+    def tokens(self, i: int) -> np.ndarray:
+        """File i, memory-mapped."""
+        if i not in self.opened:
+            self.opened[i] = np.memmap(self.paths[i], dtype="<u2", mode="r")
+            if self.sizes[i] <= SCAN_TOKENS:
+                self.check_ids(self.opened[i], i, 0)
+        return self.opened[i]
+
+    def check_ids(self, tokens: np.ndarray, i: int, offset: int) -> None:
+        if len(tokens) and tokens.max() >= self.vocab_size:
+            at = int(np.argmax(tokens >= self.vocab_size))
+            raise ValueError(
+                f"{self.paths[i]}: id {tokens[at]} at token {offset + at} is outside the vocabulary "
+                f"of {self.vocab_size}: prepare it again with `{self.meta['command']}`"
+            )
+
+    def windows(self, numbers: np.ndarray) -> np.ndarray:
+        """The windows of the given numbers in 0 .. N-1: (B,) -> (B, T + 1) int64."""
+        out = np.empty((len(numbers), self.block_size + 1), dtype=np.int64)
+        of_file = np.searchsorted(self.first_window, numbers, side="right") - 1
+        for row, (number, i) in enumerate(zip(numbers, of_file)):
+            start = int(number - self.first_window[i]) * self.block_size
+            window = self.tokens(i)[start : start + self.block_size + 1]
+            self.check_ids(window, i, start)
+            out[row] = window
+        return out
+
+    def every_token_once(
+        self, batch_size: int, limit: int = 0
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """
+        Inputs and targets (B, T), int64, in which each token of the split, or each of its first
+        `limit` tokens (0 = all), is a target exactly once.
+        Each file is read after an end-of-text id, so that its first token has something to follow.
+        The rest of a row behind the file's end has target -1, which does not count.
+        """
+        T, eot, rows = self.block_size, self.meta["eot_id"], []
+        left = limit or self.n_tokens
+        for i, size in enumerate(self.sizes):
+            size = min(size, left)
+            left -= size
+            for start in range(0, size, T):
+                target = self.tokens(i)[start : min(start + T, size)]
+                before = [eot] if start == 0 else self.tokens(i)[start - 1 : start]
+                self.check_ids(target, i, start)
+                row = np.full((2, T), [[eot], [-1]], dtype=np.int64)
+                row[0, : len(target)] = np.concatenate([before, target[:-1]])
+                row[1, : len(target)] = target
+                rows.append(row)
+                if len(rows) == batch_size:
+                    yield tuple(np.stack(rows, axis=1))
+                    rows = []
+        if rows:
+            yield tuple(np.stack(rows, axis=1))
+
+
+def read_meta(folder: str | Path) -> dict:
+    """meta.json, checked against the tokenizer beside it. Raises ValueError with the remedy."""
+    folder = Path(folder)
+    path = folder / "meta.json"
+    if not path.is_file():
+        raise ValueError(
+            f"dataset {folder} is not there (no {path}): prepare it with "
+            f"`python -m data.text --input=PATH --data_dir={folder}`, or see data/ for other corpora"
+        )
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        wanted = {"tokenizer", "tokenizer_sha256", "vocab_size", "eot_id", "files", "command"}
+        missing = wanted - set(meta)
+    except (ValueError, TypeError):
+        missing = {"valid JSON"}
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: prepare the dataset again")
+    spec = tokenizers.read_spec(folder)
+    if tokenizers.digest(spec) != meta["tokenizer_sha256"]:
+        raise ValueError(
+            f"{folder / tokenizers.FILE_NAME} is not the tokenizer of {path} ({meta['tokenizer']}): "
+            f"prepare the dataset again with `{meta['command']}`"
+        )
+    return meta
+
+
+def check_size(path: Path, n_tokens: int, command: str) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: prepare the dataset again with `{command}`")
+    size = path.stat().st_size
+    if size != 2 * n_tokens or size == 0:
+        raise ValueError(
+            f"{path} has {size} bytes, but should have {2 * n_tokens} (2 for each token): it is damaged, "
+            f"prepare the dataset again with `{command}`"
+        )
+
+
+# -------------------------------------------------------------------------------
+# the order of training
+
+
+def window_numbers(first: int, count: int, n_windows: int, seed: int) -> np.ndarray:
+    """
+    The windows at positions first .. first + count - 1 of a run: (count,) int64.
+
+    Position p is entry p mod N of epoch p // N, and every epoch is a shuffle of all N windows.
+    A function of p, N and seed alone: ranks, restarts and arms cannot change it.
+    """
+    positions = np.arange(first, first + count)
+    epochs, entries = positions // n_windows, positions % n_windows
+    numbers = np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        numbers[here] = shuffled(entries[here], n_windows, seed, int(epoch))
+    return numbers
+
+
+def shuffled(entries: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """
+    A pseudo-random bijection of 0 .. n-1, computed entry by entry, so no list of n is ever stored.
+
+    A Feistel network: cut a number into halves (left, right) and repeat
+        left, right = right, left XOR hash(right)
+    which can be undone step by step, whatever the hash is. It shuffles 0 .. 2^(2 h) - 1; an entry that
+    leaves 0 .. n-1 goes through again until it is back ("cycle walking"), about 4 times at most on
+    average, since 2^(2 h) < 4 n.
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)  # h bits
+    mask = np.uint64(2**half - 1)
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(6, np.uint64)
+    out = entries.astype(np.uint64)
+    walking = np.ones(len(out), dtype=bool)
+    while walking.any():
+        left, right = out[walking] >> np.uint64(half), out[walking] & mask
+        for key in keys:
+            left, right = right, left ^ (scramble(right ^ key) & mask)
+        out[walking] = (left << np.uint64(half)) | right
+        walking[walking] = out[walking] >= n
+    return out.astype(np.int64)
+
+
+def scramble(x: np.ndarray) -> np.ndarray:
+    """A 64-bit hash: shifts and odd multipliers, the finalizer of MurmurHash3."""
+    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return x ^ (x >> np.uint64(33))

@@ -1,0 +1,392 @@
+"""
+Measure trained runs, sample from them, and compare the arms.
+
+    python eval.py out/canonical_toy                                   loss on the validation split
+    python eval.py out/canonical_toy --prompt="The function returns"   a sample
+    python eval.py out/learned_toy out/canonical_toy out/gf2_toy       a table, and compare.png
+
+    loss            mean of -log p(token | tokens before), over every validation token once, in nats
+    perplexity      e^loss
+    bits per byte   the same code length, in bits, over the bytes of the scored text: unlike the loss,
+                    it can be compared between tokenizers
+
+Beside the runs stands a bigram model of the same training tokens, which needs no training at all.
+Every number also goes to eval.json in the run's folder.
+
+Letters: B batch, T time, V vocabulary.
+"""
+
+import json
+import math
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from config import help_text, load_config, run_cli, split_args
+from config import Settings
+from data.shards import Shards
+from data.tokenizers import END_OF_TEXT, load_encoding, read_spec, token_lengths
+from model import GPT, build_model, load_checkpoint
+
+COUNTED_TOKENS = 2**27  # training tokens that the bigram model and the frequencies are counted on
+
+
+@dataclass
+class EvalConfig(Settings):
+    prompt: str = ""             # text to continue; empty = start a document
+    max_new_tokens: int = 200    # length of a sample
+    n_samples: int = 1           # samples of the prompt
+    temperature: float = 0.8     # 0 = the likeliest token; 1 = as the model says
+    top_k: int = 50              # sample from the k likeliest; 0 = from all
+    seed: int = 1                # draws the samples
+    batch_size: int = 16         # windows at a time
+    device: Literal["cpu", "cuda", "mps"] = "cpu"  # where to compute
+    out_dir: str = "out"         # where compare.png goes
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least(0, "max_new_tokens temperature top_k seed")
+        self.at_least(1, "n_samples batch_size")
+
+
+# -------------------------------------------------------------------------------
+# loss
+
+
+@torch.no_grad()
+def token_losses(
+    model: GPT, batches: Iterator[tuple[np.ndarray, np.ndarray]]
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Inputs, targets and -log p(target) of every token that counts, each (n,), batch by batch."""
+    device = model.lm_head.weight.device
+    for x, y in batches:
+        ids, targets = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)  # (B, T)
+        losses = model(ids, targets, "none").float().cpu().numpy()                     # (B, T)
+        counts = y >= 0
+        yield x[counts], y[counts], losses[counts]
+
+
+def validate(model: GPT, data: Shards, lengths: np.ndarray, batch_size: int, rt, limit: int, stop):
+    """
+    Validation loss over the first `limit` tokens (0 = all), shared among the ranks of rt: the dict
+    {"val_loss", "val_bpb"}, or an empty one if stop was asked for on any rank in between.
+    """
+    total = np.zeros(3)  # nats, tokens, bytes
+    rounds = batched(data.every_token_once(batch_size, limit), rt.world_size)
+    for batches in rounds:  # one batch a rank; the last round may have fewer
+        if rt.any(stop.signal):
+            return {}
+        with rt.autocast():
+            for _, y, losses in token_losses(model, batches[rt.rank : rt.rank + 1]):
+                total += [losses.sum(dtype=np.float64), len(y), lengths[y].sum()]
+    nats, n_tokens, n_bytes = rt.sum(*total)
+    return {"val_loss": nats / n_tokens, "val_bpb": nats / math.log(2) / n_bytes}
+
+
+def batched(items: Iterator, n: int) -> Iterator[list]:
+    """Lists of n items, the last may be shorter."""
+    group = []
+    for item in items:
+        group.append(item)
+        if len(group) == n:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+# -------------------------------------------------------------------------------
+# sampling
+
+
+def sample(
+    model: GPT, encoding, prompt: str, max_new_tokens: int,
+    temperature: float = 0.8, top_k: int = 50, seed: int = 1,
+) -> str:  # fmt: skip
+    """The prompt and its continuation, up to the end of the document. Starts from end-of-text."""
+    device = model.lm_head.weight.device
+    ids = [encoding.eot_token] + encoding.encode_ordinary(prompt)
+    generator = torch.Generator(device).manual_seed(seed)
+    out = model.generate(
+        torch.tensor([ids], device=device), max_new_tokens, temperature, top_k,
+        stop_id=encoding.eot_token, generator=generator,
+    )[0, 1:].tolist()  # fmt: skip
+    if out and out[-1] == encoding.eot_token:
+        out.pop()
+    return encoding.decode(out)
+
+
+# -------------------------------------------------------------------------------
+# the baseline
+
+
+def bigram_losses(train: np.ndarray, x: np.ndarray, y: np.ndarray, vocab_size: int) -> np.ndarray:
+    """
+    -log p(y | x) of a bigram model with backoff to unigrams, counted on the training ids: (n,).
+
+        p(y | x) = max(n(x, y) - d, 0) / n(x)  +  d r(x) / n(x) p(y),    d = 0.75
+        p(y)     = (n(y) + 1) / (n + V)
+
+    Absolute discounting (Ney, Essen and Kneser, 1994): every seen pair gives up d of a count, and what
+    the r(x) different followers of x give up is shared out by frequency. An x that was never seen
+    leaves p(y) alone.
+    """
+    V, d = vocab_size, 0.75
+    unigram = (np.bincount(train, minlength=V) + 1) / (len(train) + V)
+    pairs, n_pair = np.unique(train[:-1].astype(np.int64) * V + train[1:], return_counts=True)
+    n_first = np.bincount(train[:-1], minlength=V)     # n(x), as the first of a pair
+    n_kinds = np.bincount(pairs // V, minlength=V)     # r(x)
+    wanted = x.astype(np.int64) * V + y
+    at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+    n_xy = np.where(pairs[at] == wanted, n_pair[at], 0)
+    n_x = np.maximum(n_first[x], 1)
+    backoff = np.where(n_first[x] > 0, d * n_kinds[x] / n_x, 1.0)
+    return -np.log(np.maximum(n_xy - d, 0) / n_x + backoff * unigram[y])
+
+
+def counted_tokens(data: Shards) -> np.ndarray:
+    """The training split, up to COUNTED_TOKENS of it."""
+    parts, left = [], COUNTED_TOKENS
+    for i in range(len(data.files)):
+        parts.append(np.asarray(data.tokens(i)[:left]))
+        left -= len(parts[-1])
+        if left <= 0:
+            break
+    return np.concatenate(parts)
+
+
+# -------------------------------------------------------------------------------
+# one run
+
+
+def evaluate_run(run_dir: str, cfg: EvalConfig) -> dict:
+    """All that eval.json says of a run: who it is, how well it does, and where."""
+    saved = load_checkpoint(run_dir)
+    model = build_model(saved, cfg.device)
+    config = saved["config"]
+    train_data, val_data = (
+        Shards(config["data_dir"], split, model.cfg.vocab_size, model.cfg.block_size)
+        for split in ("train", "val")
+    )
+    if train_data.meta["tokenizer_sha256"] != saved["data"]["tokenizer_sha256"]:
+        raise ValueError(
+            f"{run_dir} was trained with tokenizer {saved['data']['tokenizer']}, but "
+            f"{config['data_dir']} has another ({train_data.meta['tokenizer']}): prepare it again"
+        )
+    n_batches = -(-val_data.n_tokens // (cfg.batch_size * model.cfg.block_size))
+    batches = tqdm(
+        val_data.every_token_once(cfg.batch_size), total=n_batches, desc=run_dir, disable=None
+    )
+    x, y, losses = (np.concatenate(parts) for parts in zip(*token_losses(model, batches)))
+    train_ids = counted_tokens(train_data)
+    bigram = bigram_losses(train_ids, x, y, model.cfg.vocab_size)
+    n_bytes = int(token_lengths(read_spec(config["data_dir"]))[y].sum())
+    seen = np.bincount(train_ids, minlength=model.cfg.vocab_size)[x]  # of each input token
+    return {
+        "run": str(run_dir),
+        "arm": arm_name(config),
+        "group": group_key(config, saved["iter"]),
+        "seed": config["seed"],
+        "n_params": model.n_params(),
+        "n_input_params": sum(p.numel() for p in model.wte.parameters()),
+        "train_tokens": saved["iter"] * config["tokens_per_iter"],
+        "val_tokens": len(y),
+        "val_bytes": n_bytes,
+        **measures(losses, n_bytes),
+        "bigram": measures(bigram, n_bytes),
+        "by_frequency": by_frequency(seen, losses),
+        "settings": config,
+        "torch": torch.__version__,
+    }
+
+
+def measures(losses: np.ndarray, n_bytes: int) -> dict:
+    loss = float(losses.mean(dtype=np.float64))
+    bits_per_byte = float(losses.sum(dtype=np.float64)) / math.log(2) / n_bytes
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
+
+
+def by_frequency(seen: np.ndarray, losses: np.ndarray) -> list[dict]:
+    """Mean loss of the tokens that follow an input seen 0, 1-9, 10-99, ... times in training."""
+    edges = [0, 1] + [10**k for k in range(1, len(str(int(seen.max()))) + 1)]
+    rows = []
+    for low, high in zip(edges, edges[1:]):
+        here = (seen >= low) & (seen < high)
+        if here.any():
+            rows.append({
+                "from": low, "to": high - 1, "n": int(here.sum()), "loss": float(losses[here].mean())
+            })  # fmt: skip
+    return rows
+
+
+def arm_name(config: dict) -> str:
+    """The arm, with the code settings that are not the paper's."""
+    paper = {"code_bits": 0, "code_symbols": "01", "code_scale": 1.0, "code_shift": False,
+             "code_recodings": 1}  # fmt: skip
+    own = [f"{key[5:]}={config[key]}" for key, value in paper.items() if config[key] != value]
+    return " ".join([config["input_mode"]] + own * (config["input_mode"] != "learned"))
+
+
+def group_key(config: dict, it: int) -> str:
+    """Runs with the same key differ in their seed alone, so their mean says something."""
+    apart = {"seed", "run_name", "out_dir", "data_dir", "batch_size", "log_interval", "eval_interval",
+             "eval_tokens", "save_interval", "device", "dtype", "compile", "resume"}  # fmt: skip
+    return json.dumps([it, {key: value for key, value in config.items() if key not in apart}])
+
+
+# -------------------------------------------------------------------------------
+# tables and figures
+
+
+def print_table(results: list[dict]) -> None:
+    """A Markdown table: one line an arm, mean and standard deviation over its seeds, best loss first."""
+    groups = defaultdict(list)
+    for result in results:
+        groups[result["group"]].append(result)
+    lines = [["model", "seeds", "parameters", "in the input", "training tokens", "validation loss",
+              "perplexity", "bits per byte"]]  # fmt: skip
+    for runs in sorted(groups.values(), key=lambda runs: statistics.mean(r["loss"] for r in runs)):
+        first = runs[0]
+        lines.append([first["arm"], str(len(runs)), f"{first['n_params']:,}",
+                      f"{first['n_input_params']:,}", f"{first['train_tokens']:,}"]  # fmt: skip
+                     + [mean_sd([r[key] for r in runs], digits) for key, digits in
+                        (("loss", 3), ("perplexity", 1), ("bits_per_byte", 3))])  # fmt: skip
+    for bigram in {json.dumps(r["bigram"]): r["bigram"] for r in results}.values():
+        lines.append(["bigram model", "", "", "", "", f"{bigram['loss']:.3f}",
+                      f"{bigram['perplexity']:.1f}", f"{bigram['bits_per_byte']:.3f}"])  # fmt: skip
+    lines.insert(1, ["---"] * len(lines[0]))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    for line in lines:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |")
+
+
+def mean_sd(values: list[float], digits: int) -> str:
+    text = f"{statistics.mean(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ± {statistics.stdev(values):.{digits}f}"
+    return text
+
+
+def read_metrics(path: str | Path) -> list[dict]:
+    """The rows of a metrics.jsonl. A last line that a kill cut short is left out."""
+    rows = []
+    if Path(path).exists():
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+    return rows
+
+
+def plot_training(axis, curves: dict[str, list[list[dict]]]) -> None:
+    """Loss over tokens, a colour an arm, a line a run: training loss faint, validation loss strong."""
+    for i, (label, runs) in enumerate(curves.items()):
+        color = f"C{i}"
+        for j, rows in enumerate(runs):
+            axis.plot([r["tokens"] for r in rows], [r["loss"] for r in rows], color=color, alpha=0.25,
+                      linewidth=0.7)  # fmt: skip
+            val = [r for r in rows if "val_loss" in r]
+            axis.plot([r["tokens"] for r in val], [r["val_loss"] for r in val], "o-", color=color,
+                      markersize=3, linewidth=1, label=None if j else f"{label}, validation")  # fmt: skip
+    axis.set(xlabel="training tokens", ylabel="loss (nats a token)")
+    axis.grid(alpha=0.3)
+    axis.legend()
+
+
+def draw_loss(path: str | Path, curves: dict[str, list[list[dict]]]) -> None:
+    """loss.png of a run."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    plot_training(axis, curves)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_comparison(path: Path, results: list[dict]) -> None:
+    """compare.png: training curves, and the loss by how often the input token was seen."""
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    arms = defaultdict(list)
+    for result in results:
+        arms[result["arm"]].append(result)
+    plot_training(left, {arm: [read_metrics(Path(r["run"]) / "metrics.jsonl") for r in runs]
+                         for arm, runs in arms.items()})  # fmt: skip
+    bins = sorted({(row["from"], row["to"]) for r in results for row in r["by_frequency"]})
+    for i, (arm, runs) in enumerate(arms.items()):
+        for run in runs:
+            loss = {(row["from"], row["to"]): row["loss"] for row in run["by_frequency"]}
+            right.plot([bins.index(key) for key in loss], list(loss.values()), "o-", color=f"C{i}",
+                       alpha=0.7, label=arm if run is runs[0] else None)  # fmt: skip
+    right.set_xticks(range(len(bins)), [f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in bins])
+    right.set(xlabel="occurrences of the input token in the training text",
+              ylabel="validation loss of the next token (nats)")  # fmt: skip
+    right.grid(alpha=0.3)
+    right.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def pyplot():
+    """matplotlib on a machine without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+# -------------------------------------------------------------------------------
+# run me
+
+
+def print_samples(run_dir: str, cfg: EvalConfig) -> None:
+    model = build_model(load_checkpoint(run_dir), cfg.device)
+    encoding = load_encoding(read_spec(run_dir))
+    for i in range(cfg.n_samples):
+        text = sample(
+            model, encoding, cfg.prompt, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.seed + i
+        )
+        print(f"--- {run_dir}, seed {cfg.seed + i}\n{text}")
+
+
+def main(argv: list[str]) -> None:
+    if {"--help", "-h"} & set(argv):
+        print(help_text(EvalConfig, __doc__.strip()))
+        return
+    runs, given = split_args(argv)
+    cfg = load_config(EvalConfig, [], given)
+    if not runs:
+        raise ValueError("name at least one run: python eval.py out/canonical_toy")
+    if "prompt" in given:
+        for run in runs:
+            print_samples(run, cfg)
+        return
+    results = []
+    for run in runs:
+        results.append(evaluate_run(run, cfg))
+        path = Path(run) / "eval.json"
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(results[-1], indent=2), encoding="utf-8")
+        os.replace(unfinished, path)
+    print_table(results)
+    if len(runs) > 1:
+        path = Path(cfg.out_dir) / "compare.png"
+        draw_comparison(path, results)
+        print(f"drawn: {path}")
+
+
+if __name__ == "__main__":
+    run_cli(main, "eval.py")

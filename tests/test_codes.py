@@ -1,0 +1,210 @@
+"""codes.py: every id has a code of its own, in every setting, and finds the way back."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from codes import (
+    FixedTokenCode,
+    bits_to_ids,
+    gf2_inverse,
+    gf2_rank,
+    make_code,
+    min_bits,
+    random_invertible,
+    recode,
+    token_bits,
+)
+from conftest import ROOT, assert_clean_error, run
+
+ALL_IDS = torch.arange(2**16)
+
+
+def test_bits_are_least_significant_first():
+    assert token_bits(torch.tensor([5, 8]), 4).tolist() == [[1, 0, 1, 0], [0, 0, 0, 1]]
+    for t in (0, 1, 255, 32767, 32768, 49150, 49151, 65535):
+        assert token_bits(torch.tensor(t), 16).tolist() == [int(b) for b in f"{t:016b}"[::-1]]
+
+
+def test_bits_lead_back_to_every_id():
+    assert torch.equal(bits_to_ids(token_bits(ALL_IDS, 16)), ALL_IDS)
+
+
+@pytest.mark.parametrize("V, K", [(2, 1), (3, 2), (4, 2), (5, 3), (4096, 12), (49152, 16), (65536, 16)])
+def test_the_minimum_of_bits(V, K):
+    assert min_bits(V) == K
+
+
+def test_recode_by_hand():
+    # A c = (1*0 + 1*1, 0*0 + 1*1) = (1, 1), and (1, 1) + (1, 0) = (0, 1) mod 2
+    A = torch.tensor([[1, 1], [0, 1]])
+    c, b = torch.tensor([0, 1]), torch.tensor([1, 0])
+    assert recode(c, A, b).tolist() == [0, 1]
+
+
+def slow_rank(rows: list[int]) -> int:
+    """Rank over GF(2) by counting the span: 2^rank different sums of rows."""
+    span = {0}
+    for row in rows:
+        span |= {other ^ row for other in span}
+    return len(span).bit_length() - 1
+
+
+def test_rank_equals_the_size_of_the_span():
+    draw = random.Random(0)
+    for n_rows, n_cols in [(3, 3), (4, 6), (6, 4), (7, 7), (5, 5)] * 10:
+        rows = [draw.getrandbits(n_cols) & draw.getrandbits(n_cols) for _ in range(n_rows)]
+        M = torch.tensor([[row >> k & 1 for k in range(n_cols)] for row in rows])
+        assert gf2_rank(M) == slow_rank(rows)
+
+
+def test_rank_over_gf2_may_be_less_than_over_the_reals():
+    # Determinant 2: invertible over the reals, singular mod 2 (the rows add up to zero).
+    A = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1]])
+    assert gf2_rank(A) == 2
+    assert torch.linalg.matrix_rank(A.double()) == 3
+    with pytest.raises(ValueError, match="rank 2 has no inverse"):
+        gf2_inverse(A)
+
+
+@pytest.mark.parametrize("K", [1, 2, 5, 12, 16, 31])
+def test_inverse_times_matrix_is_identity(K):
+    A = random_invertible(K, torch.Generator().manual_seed(K))
+    inverse = gf2_inverse(A)
+    eye = torch.eye(K, dtype=A.dtype)
+    assert torch.equal(A @ inverse % 2, eye) and torch.equal(inverse @ A % 2, eye)
+
+
+def test_draws_are_uniform_over_the_invertible_matrices():
+    # GL(2, 2) has 6 members. 6,000 draws: each near 1,000, standard deviation 29.
+    generator = torch.Generator().manual_seed(0)
+    counts = {}
+    for _ in range(6000):
+        key = tuple(random_invertible(2, generator).flatten().tolist())
+        counts[key] = counts.get(key, 0) + 1
+    singular = [m for m in itertools.product((0, 1), repeat=4) if (m[0] * m[3] + m[1] * m[2]) % 2 == 0]
+    assert len(counts) == 6 and not set(singular) & set(counts)
+    assert all(abs(n - 1000) < 150 for n in counts.values()), counts
+
+
+SETTINGS = [
+    dict(input_mode=mode, symbols=symbols, scale=scale, shift=shift, recodings=R, n_bits=bits)
+    for mode in ("canonical", "gf2")
+    for symbols, scale in (("01", 1.0), ("pm1", 0.02))
+    for shift in (False, True)
+    for R, bits in ((1, 0), (3, 0), (1, 20))
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(str(v) for v in s.values()))
+def test_every_id_has_its_own_code_and_the_way_back(setting):
+    period = (setting["n_bits"] or 16) * setting["recodings"]
+    code = FixedTokenCode(2**16, period, seed=3, **setting)
+    vectors = code(ALL_IDS)
+    assert torch.equal(code.decode(vectors), ALL_IDS)
+    # Distinct over the first K columns already, counted without the module's own inverse.
+    ones = (vectors[:, : setting["n_bits"] or 16] > vectors.mean()).long()
+    assert len(torch.unique(bits_to_ids(ones))) == 2**16
+    low, high = (0.0, setting["scale"]) if setting["symbols"] == "01" else (-0.02, 0.02)
+    assert torch.equal(torch.unique(vectors), torch.tensor([low, high]))
+
+
+def test_a_code_equals_a_slow_loop():
+    code = FixedTokenCode(300, 36, "gf2", seed=5, shift=True, recodings=2, symbols="pm1", scale=0.5)
+    A, b = code.A.tolist(), code.b.tolist()
+    for t in (0, 1, 77, 299):
+        bits = [t >> k & 1 for k in range(9)]
+        rows = [(sum(a * c for a, c in zip(row, bits)) + shift) % 2 for row, shift in zip(A, b)]
+        assert code(torch.tensor(t)).tolist() == [0.5 if r else -0.5 for r in rows] * 2
+
+
+def test_canonical_is_gf2_with_the_identity():
+    A, b = make_code("canonical", 16)
+    assert torch.equal(A, torch.eye(16, dtype=A.dtype)) and not b.any()
+    ids = torch.tensor([0, 1, 49151])
+    assert torch.equal(FixedTokenCode(49152, 16)(ids), token_bits(ids, 16).float())
+
+
+def test_seeds_draw_different_codes_and_one_seed_the_same():
+    assert torch.equal(make_code("gf2", 16, 1)[0], make_code("gf2", 16, 1)[0])
+    assert not torch.equal(make_code("gf2", 16, 1)[0], make_code("gf2", 16, 2)[0])
+
+
+def test_more_recodings_raise_the_rank_of_the_input_past_the_bits():
+    rank = {}
+    for R in (1, 2, 4):
+        code = FixedTokenCode(4096, 48, "gf2", recodings=R)
+        rank[R] = int(torch.linalg.matrix_rank(code(torch.arange(4096)).double()))
+    assert rank[1] == 12 and rank[1] < rank[2] < rank[4] <= 48, rank
+
+
+def test_recodings_are_all_different():
+    A, _ = make_code("gf2", 2, recodings=6)  # all of GL(2, 2)
+    assert len({tuple(block.flatten().tolist()) for block in A.view(6, 2, 2)}) == 6
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(n_embd=100), "multiple of 16 .* got 100; the nearest are 96 or 112"),
+        (dict(n_embd=96, recodings=4), "multiple of 64 .* nearest are 64 or 128"),
+        (dict(n_embd=8), "the nearest are 16"),
+        (dict(n_bits=15), "code_bits must be 0 or from 16"),
+        (dict(input_mode="binary"), "must be canonical or gf2, got 'binary'"),
+        (dict(symbols="0/1"), "01 or pm1"),
+        (dict(scale=0.0), "above 0"),
+        (dict(recodings=0), "code_recodings must be from 1"),
+        (dict(vocab_size=4, n_embd=14, recodings=7), "from 1 to 6 for 2 bits, got 7"),
+    ],
+)
+def test_a_code_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        FixedTokenCode(**(dict(vocab_size=49152, n_embd=2048) | changes))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 1, 3)])
+def test_it_is_a_drop_in_for_an_embedding(shape):
+    ids = torch.randint(1000, shape, generator=torch.Generator().manual_seed(0))
+    code, table = FixedTokenCode(1000, 40), nn.Embedding(1000, 40)
+    assert list(code.parameters()) == []
+    assert code(ids).shape == table(ids).shape and code(ids).dtype == table(ids).dtype
+    with torch.no_grad():
+        table.weight.copy_(code(torch.arange(1000)))
+    assert torch.equal(code(ids), table(ids))
+
+
+def test_it_moves_with_to_and_follows_autocast():
+    ids = torch.arange(4096)
+    code = FixedTokenCode(4096, 24, "gf2", symbols="pm1")
+    exact = code(ids)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        moved = FixedTokenCode(4096, 24, "gf2", symbols="pm1").to(dtype)
+        assert moved(ids).dtype == dtype and torch.equal(moved(ids).float(), exact)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert code(ids).dtype == torch.bfloat16 and torch.equal(code(ids).float(), exact)
+    assert code.to("meta")(ids.to("meta")).shape == (4096, 24)
+
+
+@pytest.mark.parametrize("other", [dict(seed=1), dict(shift=True), dict(symbols="pm1"), dict(scale=2.0),
+                                   dict(input_mode="canonical"), dict(n_bits=6)])  # fmt: skip
+def test_another_code_in_a_checkpoint_is_an_error(other):
+    own = dict(vocab_size=8, n_embd=6, input_mode="gf2")
+    code = FixedTokenCode(**own)
+    code.load_state_dict(FixedTokenCode(**own).state_dict())  # the same code loads
+    with pytest.raises(RuntimeError, match="trained with another token code"):
+        code.load_state_dict(FixedTokenCode(**(own | other)).state_dict())
+
+
+def test_running_codes_prints_the_way_of_a_token_and_draws(tmp_path):
+    result = run("-W", "error", str(ROOT / "codes.py"), "5", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "canonical  code 1010000000000000   vector 1010000000000000 1010000000000000" in result.stdout
+    A, _ = make_code("gf2", 16)
+    by_hand = "".join(str((int(row[0]) + int(row[2])) % 2) for row in A)  # the bits of 5 are 0 and 2
+    assert f"gf2        code {by_hand}" in result.stdout
+    assert (tmp_path / "out" / "codes.png").stat().st_size > 10_000
+    assert_clean_error(run("codes.py", "five"), "a token id must be a whole number, got 'five'")
+    assert_clean_error(run("codes.py", "50000"), "token ids go from 0 to 49151, got 50000")
