@@ -31,11 +31,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from config import help_text, load_config, run_cli, split_args
-from config import Settings
+from config import Settings, help_text, load_config, run_cli, split_args
 from data.shards import Shards
 from data.tokenizers import END_OF_TEXT, load_encoding, read_spec, token_lengths
-from model import GPT, build_model, load_checkpoint
+from model import GPT, build_model, load_checkpoint, pick_device
 
 COUNTED_TOKENS = 2**27  # training tokens that the bigram model and the frequencies are counted on
 
@@ -49,13 +48,15 @@ class EvalConfig(Settings):
     top_k: int = 50              # sample from the k likeliest; 0 = from all
     seed: int = 1                # draws the samples
     batch_size: int = 16         # windows at a time
-    device: Literal["cpu", "cuda", "mps"] = "cpu"  # where to compute
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
     out_dir: str = "out"         # where compare.png goes
 
     def __post_init__(self):
         super().__post_init__()
         self.at_least(0, "max_new_tokens temperature top_k seed")
         self.at_least(1, "n_samples batch_size")
+        has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+        self.device = pick_device(self.device, has_cuda, has_mps)
 
 
 # -------------------------------------------------------------------------------

@@ -387,7 +387,17 @@ class GPT(nn.Module):
 
 
 # -------------------------------------------------------------------------------
-# checkpoints (train.py writes them)
+# checkpoints (train.py writes them), and where to put a model
+
+
+def pick_device(wish: str, has_cuda: bool, has_mps: bool) -> str:
+    """What device=auto means here. Raises ValueError for a device that is not there."""
+    if wish == "auto":
+        return "cuda" if has_cuda else "mps" if has_mps else "cpu"
+    if (wish == "cuda" and not has_cuda) or (wish == "mps" and not has_mps):
+        raise ValueError(f"device={wish} is not available on this machine: use device=cpu or auto")
+    return wish
+
 
 CHECKPOINT = "ckpt.pt"
 CHECKPOINT_KEYS = {"model", "optimizer", "scaler", "iter", "row", "config", "data", "rng"}

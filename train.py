@@ -39,7 +39,7 @@ from data.shards import Shards, window_numbers
 from data.tokenizers import FILE_NAME as TOKENIZER_FILE
 from data.tokenizers import load_encoding, read_spec, token_lengths
 from eval import draw_loss, read_metrics, sample, validate
-from model import CHECKPOINT, GPT, GPTConfig, load_checkpoint, load_weights
+from model import CHECKPOINT, GPT, GPTConfig, load_checkpoint, load_weights, pick_device
 
 DEFAULT_DATA = "data/pydocs"
 
@@ -110,11 +110,7 @@ def choose(
     What "auto" means here. capability is the GPU's CUDA compute capability, None without one.
     A pure function: a table in tests/ says what it decides for every kind of machine.
     """
-    device = cfg.device
-    if device == "auto":
-        device = "cuda" if capability else "mps" if has_mps else "cpu"
-    if (device == "cuda" and not capability) or (device == "mps" and not has_mps):
-        raise ValueError(f"device={device} is not available on this machine: use device=cpu or auto")
+    device = pick_device(cfg.device, capability is not None, has_mps)
     dtype = cfg.dtype
     if dtype == "auto":
         dtype = "float32"  # a CPU without bfloat16 units would be some 100 times slower with it

@@ -1,0 +1,211 @@
+"""eval.py: losses scored by hand, the bigram model against a slow loop, tables, figures, samples."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import ROOT, assert_clean_error, run
+from data.shards import Shards
+from data.tokenizers import load_encoding, read_spec, token_lengths
+from eval import (
+    EvalConfig,
+    arm_name,
+    bigram_losses,
+    by_frequency,
+    evaluate_run,
+    main,
+    mean_sd,
+    measures,
+    print_table,
+    read_metrics,
+    sample,
+)
+from model import build_model, load_checkpoint
+from train import main as train
+
+
+@pytest.fixture(scope="module")
+def runs(dataset, tmp_path_factory) -> Path:
+    """A folder of four short runs: two arms, two seeds of one, another data order."""
+    out = tmp_path_factory.mktemp("runs")
+    tiny = str(ROOT / "config" / "tiny.py")
+    for arm in ("learned", "canonical"):
+        for seed in (1, 2):
+            train([tiny, f"--data_dir={dataset}", f"--out_dir={out}/{arm}_{seed}", f"--seed={seed}",
+                   f"--input_mode={arm}"])  # fmt: skip
+    return out
+
+
+def test_a_run_is_measured_as_training_measured_it(runs):
+    result = evaluate_run(str(runs / "canonical_1"), EvalConfig())
+    last = read_metrics(runs / "canonical_1" / "metrics.jsonl")[-1]
+    assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
+    assert result["bits_per_byte"] == pytest.approx(last["val_bpb"], rel=1e-6)
+    assert result["perplexity"] == pytest.approx(math.exp(last["val_loss"]), rel=1e-5)
+    assert result["train_tokens"] == 20 * 256 and result["n_params"] == 60_084
+    assert result["n_input_params"] == 0
+
+
+def test_the_batch_size_changes_no_score(runs):
+    one, many = (evaluate_run(str(runs / "learned_1"), EvalConfig(batch_size=n)) for n in (1, 7))
+    assert one["loss"] == pytest.approx(many["loss"], abs=1e-6)
+    assert [r["n"] for r in one["by_frequency"]] == [r["n"] for r in many["by_frequency"]]
+
+
+def test_measures_by_hand():
+    # 3 tokens of 1, 2 and 3 bits over 4 bytes
+    got = measures(np.log(2) * np.array([1.0, 2.0, 3.0]), 4)
+    assert got["bits_per_byte"] == pytest.approx(6 / 4)
+    assert got["loss"] == pytest.approx(2 * math.log(2)) and got["perplexity"] == pytest.approx(4)
+
+
+def test_bytes_are_those_of_the_scored_text_also_across_split_characters(dataset):
+    # An emoji is four bytes that a small vocabulary has as four tokens: each counts one byte.
+    spec = read_spec(dataset)
+    ids = load_encoding(spec).encode_ordinary("a\U0001f600b")
+    assert token_lengths(spec)[np.array(ids)].tolist() == [1] * 6
+    data = Shards(dataset, "val", 512, 32)
+    meta = json.loads((dataset / "meta.json").read_text())
+    size = sum(f["bytes"] for f in meta["files"] if f["name"].startswith("val"))
+    scored = sum(int(token_lengths(spec)[y[y >= 0]].sum()) for _, y in data.every_token_once(4))
+    assert scored == size
+
+
+def test_the_bigram_model_equals_a_slow_loop():
+    draw = np.random.default_rng(0)
+    V, train_ids = 12, draw.integers(0, 9, 200)  # ids 9 to 11 never occur
+    x, y = draw.integers(0, 12, 60), draw.integers(0, 12, 60)
+    pairs, firsts, single = Counter(zip(train_ids, train_ids[1:])), Counter(train_ids[:-1]), Counter(train_ids)
+    expected = []
+    for a, b in zip(x, y):
+        p_b = (single[b] + 1) / (200 + V)
+        if firsts[a] == 0:
+            expected.append(-math.log(p_b))
+            continue
+        kinds = len({second for first, second in pairs if first == a})
+        expected.append(-math.log((max(pairs[a, b] - 0.75, 0) + 0.75 * kinds * p_b) / firsts[a]))
+    np.testing.assert_allclose(bigram_losses(train_ids.astype("<u2"), x, y, V), expected)
+    # and it is a distribution
+    for a in (0, 5, 11):
+        p = np.exp(-bigram_losses(train_ids, np.full(V, a), np.arange(V), V))
+        assert p.sum() == pytest.approx(1)
+
+
+def test_losses_by_frequency_by_hand():
+    seen, losses = np.array([0, 3, 9, 10, 250, 7]), np.array([5.0, 4.0, 3.0, 2.0, 1.0, 2.0])
+    assert by_frequency(seen, losses) == [
+        {"from": 0, "to": 0, "n": 1, "loss": 5.0}, {"from": 1, "to": 9, "n": 3, "loss": 3.0},
+        {"from": 10, "to": 99, "n": 1, "loss": 2.0}, {"from": 100, "to": 999, "n": 1, "loss": 1.0},
+    ]  # fmt: skip
+    rows = by_frequency(np.array([0, 1000, 999]), np.ones(3))
+    assert [(r["from"], r["n"]) for r in rows] == [(0, 1), (100, 1), (1000, 1)]
+
+
+def test_frequencies_cover_every_scored_token_and_average_to_the_loss(runs):
+    result = evaluate_run(str(runs / "canonical_1"), EvalConfig())
+    rows = result["by_frequency"]
+    assert sum(row["n"] for row in rows) == result["val_tokens"]
+    mean = sum(row["n"] * row["loss"] for row in rows) / result["val_tokens"]
+    assert mean == pytest.approx(result["loss"], rel=1e-5)
+
+
+def test_several_runs_give_one_table_and_one_figure(runs, tmp_path, capsys):
+    names = [f"{runs}/{arm}_{seed}" for arm in ("learned", "canonical") for seed in (1, 2)]
+    main([*names, f"--out_dir={tmp_path}"])
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith("|")]
+    assert len(lines) == 5  # head, rule, two arms, the bigram model
+    stored = [json.loads((Path(name) / "eval.json").read_text()) for name in names]
+    losses = [r["loss"] for r in stored[2:]]
+    mean, sd = sum(losses) / 2, abs(losses[0] - losses[1]) / math.sqrt(2)
+    row = next(line for line in lines if line.startswith("| canonical"))
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells == ["canonical", "2", "60,084", "0", "5,120", f"{mean:.3f} ± {sd:.3f}", cells[6], cells[7]]
+    assert "| bigram model" in lines[-1] and stored[0]["bigram"] == stored[3]["bigram"]
+    assert (tmp_path / "compare.png").stat().st_size > 20_000
+
+
+def test_runs_of_other_settings_do_not_share_a_line(capsys):
+    same = {"arm": "gf2", "n_params": 1, "n_input_params": 0, "train_tokens": 1, "perplexity": 1.0,
+            "bits_per_byte": 1.0, "bigram": {"loss": 1, "perplexity": 1, "bits_per_byte": 1}}  # fmt: skip
+    print_table([same | {"group": "a", "loss": 2.0}, same | {"group": "b", "loss": 1.0},
+                 same | {"group": "a", "loss": 3.0}])  # fmt: skip
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split("|")[2].strip() for row in rows] == ["1", "2", ""]
+    assert "2.500 ± 0.707" in rows[1]
+
+
+def test_names_of_arms_tell_what_is_not_the_papers():
+    paper = {"code_bits": 0, "code_symbols": "01", "code_scale": 1.0, "code_shift": False,
+             "code_recodings": 1}  # fmt: skip
+    assert arm_name({"input_mode": "gf2"} | paper) == "gf2"
+    other = paper | {"code_symbols": "pm1", "code_recodings": 4}
+    assert arm_name({"input_mode": "gf2"} | other) == "gf2 symbols=pm1 recodings=4"
+    assert arm_name({"input_mode": "learned"} | other) == "learned"
+    assert mean_sd([1.0], 2) == "1.00" and mean_sd([1.0, 3.0], 1) == "2.0 ± 1.4"
+
+
+# -------------------------------------------------------------------------------
+# sampling
+
+
+def test_samples_are_repeatable_and_seeds_differ(runs):
+    model = build_model(load_checkpoint(runs / "canonical_1"))
+    encoding = load_encoding(read_spec(runs / "canonical_1"))
+    texts = [sample(model, encoding, "Document 1:", 60, seed=seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("Document 1:")
+    greedy = {sample(model, encoding, "Document", 60, temperature=0, seed=seed) for seed in (1, 2)}
+    assert len(greedy) == 1
+    assert sample(model, encoding, "Document", 0) == "Document" and sample(model, encoding, "", 0) == ""
+
+
+def test_any_prompt_can_be_continued(runs):
+    longer = "word " * 300  # longer than the context
+    for prompt in ("", "日本語 \U0001f600 never seen", longer, "<|endoftext|>"):
+        for env in ({}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}):
+            result = run("eval.py", str(runs / "canonical_1"), f"--prompt={prompt}",
+                         "--max_new_tokens=20", "--top_k=100000", **env)  # fmt: skip
+            assert result.returncode == 0, result.stderr
+            assert "Traceback" not in result.stderr
+
+
+def test_stop_at_end_of_text_leaves_it_out(runs):
+    model = build_model(load_checkpoint(runs / "canonical_1"))
+    encoding = load_encoding(read_spec(runs / "canonical_1"))
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # all tokens alike: the first is the likeliest, id 0
+    assert sample(model, encoding, "x", 3, temperature=0) == "x\x00\x00\x00"
+    with torch.no_grad():
+        model.norm_f.weight.zero_()
+        model.lm_head.weight.copy_(torch.randn_like(model.lm_head.weight))
+    assert "<|endoftext|>" not in sample(model, encoding, "x", 2000, temperature=1.0, top_k=0)
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["no/such/run"], ["no run in no/such/run", "train one first"]),
+        (["RUN", "--prompt=x", "--temperature=-1"], ["temperature must be at least 0, got -1"]),
+        (["RUN", "--prompt=x", "--max_new_tokens=-1"], ["max_new_tokens must be at least 0"]),
+        (["RUN", "--batch_size=0"], ["batch_size must be at least 1"]),
+        (["RUN", "--device=tpu"], ["device must be one of auto, cpu, cuda, mps"]),
+        (["RUN", "--device=cuda"], ["device=cuda is not available"]),
+    ],
+)
+def test_mistakes_are_named(runs, args, words):
+    args = [str(runs / "learned_1") if arg == "RUN" else arg for arg in args]
+    assert_clean_error(run("eval.py", *args, CUDA_VISIBLE_DEVICES=""), *words)
+
+
+def test_a_run_whose_data_changed_is_refused(runs, dataset, tmp_path):
+    saved = load_checkpoint(runs / "learned_1")
+    saved["data"]["tokenizer_sha256"] = "another"
+    (tmp_path / "run").mkdir()
+    torch.save(saved, tmp_path / "run" / "ckpt.pt")
+    with pytest.raises(ValueError, match="was trained with tokenizer bpe-512"):
+        evaluate_run(str(tmp_path / "run"), EvalConfig())

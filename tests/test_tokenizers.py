@@ -1,0 +1,143 @@
+"""data/tokenizers.py: the merges equal a naive trainer's, and every text comes back."""
+
+import os
+import random
+import re
+import unicodedata
+from collections import Counter
+
+import numpy as np
+import pytest
+import tiktoken
+
+from conftest import assert_clean_error, run, texts
+from data.tokenizers import (
+    PATTERN,
+    bpe_spec,
+    count_words,
+    gpt2_spec,
+    load_encoding,
+    merge,
+    token_lengths,
+    train_bpe,
+)
+
+ODD = "naïve café, can't — 12345 it's\t  two  spaces\n\n\nend 😀 <|endoftext|> \x00\x1c\x85 日本語 _x__y "
+
+
+def naive_bpe(words: Counter, n_tokens: int) -> list[bytes]:
+    """The definition: count all pairs anew, merge the most frequent one (ties: smallest ids), repeat."""
+    tokens = [bytes([i]) for i in range(256)]
+    spelled = {word: list(word) for word in words}
+    while len(tokens) < n_tokens:
+        counts = Counter()
+        for word, ids in spelled.items():
+            for pair in zip(ids, ids[1:]):
+                counts[pair] += words[word]
+        if not counts:
+            break
+        best = max(counts, key=lambda pair: (counts[pair], [-i for i in pair]))
+        for word, ids in spelled.items():
+            out = []
+            for i in ids:
+                # Greedy from the left: a token may close a pair with the one before it.
+                if out and (out[-1], i) == best:
+                    out[-1] = len(tokens)
+                else:
+                    out.append(i)
+            spelled[word] = out
+        tokens.append(tokens[best[0]] + tokens[best[1]])
+    return tokens
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_merges_equal_a_naive_trainers(seed):
+    draw = random.Random(seed)
+    letters = "ab" if seed % 2 else "abcde\u00e9"  # few letters make many ties and runs like aaaa
+    text = "".join(draw.choice(letters + " ") for _ in range(3000)) + " ".join(texts(20)) + ODD
+    words = count_words([text])
+    assert train_bpe(words, 420) == naive_bpe(words, 420)
+
+
+def test_merges_of_the_textbook_example():
+    # "aaabdaaabac": aa occurs four times, then ab twice or aaa... (Gage, 1994; here without overlaps)
+    tokens = train_bpe(Counter({b"aaabdaaabac": 1}), 259)
+    assert tokens[256:] == [b"aa", b"ab", b"aaab"]
+
+
+def test_merging_takes_pairs_from_the_left():
+    assert merge([1, 1, 1], (1, 1), 9) == [9, 1]
+    assert merge([1, 1, 1, 1, 2], (1, 1), 9) == [9, 9, 2]
+
+
+def test_a_corpus_with_too_few_words_is_refused():
+    with pytest.raises(ValueError, match="only enough words for vocab_size=258, got 300"):
+        bpe_spec(Counter({b"ab": 3}), 300)
+    with pytest.raises(ValueError, match="at least 256"):
+        train_bpe(Counter({b"ab": 3}), 100)
+
+
+def random_unicode(seed: int, n: int = 400) -> str:
+    draw = random.Random(seed)
+    pick = [lambda: chr(draw.randrange(128)), lambda: chr(draw.randrange(0x80, 0x3000)),
+            lambda: chr(draw.randrange(0x10000, 0x1FFFF)), lambda: draw.choice(" \n\t\r'ab19_-")]  # fmt: skip
+    text = "".join(draw.choice(pick)() for _ in range(n))
+    return "".join(c for c in text if unicodedata.category(c) != "Cs")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_python_and_tiktoken_split_a_text_alike(seed):
+    text = random_unicode(seed) + ODD
+    pieces = re.findall(PATTERN, text)
+    assert "".join(pieces) == text, "the pattern leaves something out"
+    # A vocabulary that has every piece whole: tiktoken then gives exactly one id a piece.
+    longer = sorted({p.encode() for p in pieces} - {bytes([i]) for i in range(256)})
+    ranks = {bytes([i]): i for i in range(256)} | {p: 256 + i for i, p in enumerate(longer)}
+    encoding = tiktoken.Encoding("whole", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    assert [encoding.decode_single_token_bytes(i) for i in encoding.encode_ordinary(text)] == [
+        p.encode() for p in pieces
+    ]
+
+
+def test_every_text_comes_back_and_end_of_text_is_text():
+    spec = bpe_spec(count_words(texts(200)), 300)
+    encoding = load_encoding(spec)
+    for text in [ODD, "", "\ufeff", *texts(5), *(random_unicode(seed) for seed in range(5))]:
+        ids = encoding.encode_ordinary(text)
+        assert encoding.decode(ids) == text and encoding.eot_token not in ids
+    assert encoding.n_vocab == 300 and encoding.eot_token == 299
+
+
+def test_token_lengths_add_up_to_the_bytes_of_the_text():
+    spec = bpe_spec(count_words(texts(200)), 300)
+    ids = load_encoding(spec).encode_ordinary(ODD) + [299]
+    assert token_lengths(spec)[np.array(ids)].sum() == len(ODD.encode())
+
+
+needs_gpt2 = pytest.mark.skipif(
+    "TIKTOKEN_CACHE_DIR" not in os.environ, reason="TIKTOKEN_CACHE_DIR is not set"
+)
+
+
+@needs_gpt2
+def test_gpt2_kept_to_its_first_ranks():
+    spec, gpt2 = gpt2_spec(), tiktoken.get_encoding("gpt2")
+    encoding = load_encoding(spec)
+    assert encoding.n_vocab == 49152 and encoding.eot_token == 49151
+    for text in [ODD, "Hello world, the quick brown fox.", *(random_unicode(s) for s in range(5))]:
+        ids, full = encoding.encode_ordinary(text), gpt2.encode_ordinary(text)
+        assert encoding.decode(ids) == text
+        if max(full) < 49151:  # no rank that was cut off: the same ids
+            assert ids == full
+    # A token that was cut off falls into the two that GPT-2 would have merged last.
+    cut = gpt2.decode_single_token_bytes(50000)
+    assert len(encoding.encode_ordinary(cut.decode())) >= 2
+
+
+def test_gpt2_out_of_reach_is_a_clean_error(tmp_path):
+    (tmp_path / "a.txt").write_text("One. " * 9000, encoding="utf-8")
+    result = run("-m", "data.text", f"--input={tmp_path / 'a.txt'}", f"--data_dir={tmp_path / 'd'}",
+                 "--tokenizer=gpt2-49152", TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"),
+                 HTTPS_PROXY="http://127.0.0.1:9")  # fmt: skip
+    assert_clean_error(result, "GPT-2's vocabulary", "TIKTOKEN_CACHE_DIR")
+    assert not (tmp_path / "d").exists()

@@ -1,0 +1,557 @@
+"""train.py: the same training whatever the ranks, the micro-batches and the interruptions."""
+
+import copy
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train as train_module
+from conftest import ARMS, ROOT, TINY, assert_clean_error, make_model, run, values
+from data.shards import Shards
+from eval import read_metrics
+from model import load_checkpoint
+from train import Runtime, Choice, TrainConfig, accumulation, choose, get_batch, lr_at, main, train_step
+
+RT = Runtime(Choice("cpu", "float32", scaler=False, compile=False))
+NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
+TIMES = {"dt_ms", "tok_per_s", "eval_ms", "save_ms"}
+
+
+def rows_of(folder: Path, *but: str) -> list[dict]:
+    """The metrics of a run without the clock's."""
+    return [
+        {key: value for key, value in row.items() if key not in TIMES | set(but)}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def assert_same_run(a: Path, b: Path, but: tuple = ()) -> None:
+    """To the last bit: metrics, weights, optimizer state."""
+    assert rows_of(a, *but) == rows_of(b, *but)
+    one, two = load_checkpoint(a), load_checkpoint(b)
+    assert one["iter"] == two["iter"]
+    for key in one["model"]:
+        assert torch.equal(one["model"][key], two["model"][key]), key
+    for key, state in one["optimizer"]["state"].items():
+        assert all(torch.equal(state[k], two["optimizer"]["state"][key][k]) for k in state), key
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """stop_after(7): this process gets a SIGTERM while iteration 7 is at work."""
+
+    def set_stop(n: int) -> None:
+        def lr_and_signal(it: int, cfg: TrainConfig) -> float:
+            if it == n - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return lr_at(it, cfg)
+
+        monkeypatch.setattr(train_module, "lr_at", lr_and_signal)
+
+    return set_stop
+
+
+# -------------------------------------------------------------------------------
+# choices
+
+
+CUDA = ["cuda", "bfloat16", False, True]
+CHOICES = [
+    # device, dtype, compile as set; capability, mps, compiler of the machine; what comes out
+    ("auto", "auto", "auto", None, False, False, ["cpu", "float32", False, False]),
+    ("auto", "auto", "auto", None, False, True, ["cpu", "float32", False, False]),
+    ("auto", "auto", "True", None, False, True, ["cpu", "float32", False, True]),
+    ("auto", "auto", "auto", None, True, False, ["mps", "float32", False, False]),
+    ("auto", "auto", "auto", (9, 0), False, True, CUDA),
+    ("auto", "auto", "auto", (8, 0), False, True, CUDA),
+    ("auto", "auto", "auto", (7, 5), False, True, ["cuda", "float16", True, True]),
+    ("auto", "auto", "auto", (6, 1), False, True, ["cuda", "float16", True, False]),
+    ("auto", "float32", "False", (7, 0), False, True, ["cuda", "float32", False, False]),
+    ("cpu", "auto", "auto", (9, 0), False, True, ["cpu", "float32", False, False]),
+    ("cpu", "bfloat16", "auto", None, False, True, ["cpu", "bfloat16", False, False]),
+    ("auto", "auto", "True", None, False, False, "torch.compile does not work"),
+    ("auto", "auto", "True", (6, 1), False, True, "torch.compile does not work"),
+    ("auto", "bfloat16", "auto", (7, 5), False, True, "no bfloat16: use dtype=float16"),
+    ("auto", "float16", "auto", None, False, True, "dtype=float16 needs a CUDA device"),
+    ("auto", "float16", "auto", None, True, True, "dtype=float16 needs a CUDA device"),
+    ("cuda", "auto", "auto", None, False, True, "device=cuda is not available .* device=cpu"),
+    ("mps", "auto", "auto", None, False, True, "device=mps is not available"),
+]
+
+
+@pytest.mark.parametrize("device, dtype, compile, capability, mps, compiler, expected", CHOICES)
+def test_what_auto_means_on_every_machine(device, dtype, compile, capability, mps, compiler, expected):
+    cfg = TrainConfig(device=device, dtype=dtype, compile=compile)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            choose(cfg, capability, mps, compiler)
+    else:
+        assert choose(cfg, capability, mps, compiler) == Choice(*expected)
+
+
+def test_accumulation_follows_from_the_rest():
+    cfg = TrainConfig(tokens_per_iter=2**21, batch_size=16, block_size=2048)
+    assert [accumulation(cfg, ranks) for ranks in (1, 8, 64)] == [64, 8, 1]
+    with pytest.raises(ValueError, match="16 x 2048 x 3 = 98304, got 2097152; .* 2064384 and 2162688"):
+        accumulation(cfg, 3)
+    with pytest.raises(ValueError, match="the nearest are 4194304"):
+        accumulation(cfg, 128)
+
+
+def test_the_rate_by_hand():
+    cfg = TrainConfig(learning_rate=1.0, max_iters=10, warmup_iters=4, decay_iters=3)
+    rates = [lr_at(it, cfg) for it in range(10)]
+    assert rates == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 1, 1, 2 / 3, 1 / 3])
+
+
+def test_the_rate_is_within_bounds_for_every_legal_pair():
+    for warmup in range(0, 16):
+        for decay in range(0, 16):
+            cfg = TrainConfig(learning_rate=3e-3, max_iters=10, warmup_iters=warmup, decay_iters=decay)
+            rates = [lr_at(it, cfg) for it in range(10)]
+            assert all(0 < r <= 3e-3 and math.isfinite(r) for r in rates), (warmup, decay, rates)
+
+
+# -------------------------------------------------------------------------------
+# batches and steps
+
+
+@pytest.mark.parametrize("world_size, batch_size", [(1, 8), (1, 2), (2, 2), (2, 4), (4, 1)])
+def test_every_split_of_an_iteration_reads_the_same_windows(tiny, world_size, batch_size):
+    cfg = tiny(batch_size=batch_size)
+    data = Shards(cfg.data_dir, "train", cfg.vocab_size, cfg.block_size)
+    accum = accumulation(cfg, world_size)
+    got = []
+    for micro in range(accum):
+        for rank in range(world_size):
+            rt = Runtime(RT.choice, rank, world_size)
+            x, y = get_batch(data, cfg, 3, micro, rt)
+            assert torch.equal(x[:, 1:], y[:, :-1]) and x.shape == (batch_size, 32)
+            got += x.tolist()
+    x, _ = get_batch(data, tiny(batch_size=8), 3, 0, RT)
+    assert got == x.tolist()
+
+
+def test_the_arms_read_the_same_windows_and_seeds_read_others(tiny):
+    batches = {}
+    for key in [*ARMS, 2]:
+        cfg = tiny(input_mode=key) if key in ARMS else tiny(seed=key)
+        data = Shards(cfg.data_dir, "train", cfg.vocab_size, cfg.block_size)
+        batches[key] = get_batch(data, cfg, 0, 0, RT)[0]
+    assert torch.equal(batches["learned"], batches["canonical"])
+    assert torch.equal(batches["learned"], batches["gf2"])
+    assert not torch.equal(batches["learned"], batches[2])
+
+
+def test_two_half_batches_equal_one_whole():
+    ids = torch.randint(512, (4, 33), generator=torch.Generator().manual_seed(0))
+    x, y = ids[:, :-1], ids[:, 1:]
+    whole, halves, results = make_model(), make_model(), []
+    for model, parts in ((whole, [(x, y)]), (halves, [(x[:2], y[:2]), (x[2:], y[2:])])):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [lambda part=part: part for part in parts]
+        results.append(train_step(model, optimizer, NO_SCALER, batches, 1.0, RT))
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+    for p, q in zip(whole.parameters(), halves.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_clips_the_gradient_and_zero_means_no_clipping():
+    ids = torch.randint(512, (2, 33), generator=torch.Generator().manual_seed(0))
+    for clip in (1e-3, 0):
+        model = make_model()
+        before = copy.deepcopy(model)
+        loss = before(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        norm = torch.cat([p.grad.flatten() for p in before.parameters()]).norm()
+        batches = [lambda: (ids[:, :-1], ids[:, 1:])]
+        got = train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), NO_SCALER, batches, clip, RT)
+        assert got == pytest.approx((loss.item(), norm.item()), rel=1e-5)
+        moved = torch.cat([(p - q).flatten() for p, q in zip(model.parameters(), before.parameters())])
+        assert moved.norm().item() == pytest.approx(clip or norm.item(), rel=1e-3)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing():
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = math.inf
+    before = copy.deepcopy(model.state_dict())
+    ids = torch.randint(512, (2, 33))
+    optimizer = model.optimizer(1.0, (0.9, 0.95), 0.1)
+    loss, _ = train_step(model, optimizer, NO_SCALER, [lambda: (ids[:, :-1], ids[:, 1:])], 1.0, RT)
+    assert not math.isfinite(loss)
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+
+# -------------------------------------------------------------------------------
+# whole runs, in this process
+
+
+def test_a_run_leaves_what_it_should(tiny_argv, tmp_path, capsys):
+    assert main(tiny_argv()) == 0
+    out, folder = capsys.readouterr().out, tmp_path / "run"
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "ckpt.pt", "config.json", "loss.png", "metrics.jsonl", "tiktoken.json",
+    ]  # fmt: skip
+    rows = rows_of(folder)
+    assert [row["iter"] for row in rows] == list(range(1, 21))
+    assert [row["tokens"] for row in rows] == list(range(256, 20 * 256 + 1, 256))
+    assert [row["iter"] for row in rows if "val_loss" in row] == [10, 20]
+    assert rows[-1]["loss"] < rows[0]["loss"] and load_checkpoint(folder)["iter"] == 20
+    assert "tokens/iter = 4 micro x 32 block x 2 accumulation x 1 ranks = 256" in out
+    assert "* n_layer = 2" in out and f"next: python eval.py {folder}" in out
+    assert json.loads((folder / "config.json").read_text())["n_embd"] == 36
+    saved = load_checkpoint(folder)
+    assert not [key for key in saved["model"] if "_orig_mod" in key or key.startswith("module.")]
+    # the same command again: nothing to do, nothing changed
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    assert main(tiny_argv()) == 0 and "is finished (20 iterations" in capsys.readouterr().out
+    assert before == {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_the_printed_validation_loss_is_that_of_the_saved_weights(tiny, tiny_argv, tmp_path):
+    main(tiny_argv())
+    from model import build_model
+
+    model, cfg = build_model(load_checkpoint(tmp_path / "run")), tiny()
+    # A slow loop over the whole split, a row at a time, without padding.
+    ids = np.fromfile(Path(cfg.data_dir) / "val_00000.bin", dtype="<u2").astype(np.int64)
+    stream, nats = np.concatenate([[511], ids]), 0.0
+    for start in range(0, len(ids), 32):
+        x, y = stream[start : start + 32], ids[start : start + 32]
+        logp = model(torch.tensor(x[None, : len(y)])).log_softmax(-1)[0]
+        nats -= logp[range(len(y)), y].double().sum().item()
+    last = rows_of(tmp_path / "run")[-1]
+    assert last["val_loss"] == pytest.approx(nats / len(ids), rel=1e-5)
+    meta = json.loads((Path(cfg.data_dir) / "meta.json").read_text())
+    n_bytes = sum(e["bytes"] for e in meta["files"] if e["name"].startswith("val"))
+    assert last["val_bpb"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
+
+
+def test_interrupted_runs_equal_an_unbroken_one(tiny_argv, tmp_path, stop_after, capsys):
+    assert main(tiny_argv("whole")) == 0
+    for out, stops in (("two", [10]), ("three", [7, 13])):
+        for n in stops:
+            stop_after(n)
+            assert main(tiny_argv(out)) == 128 + signal.SIGTERM
+            assert f"stopped after iteration {n}, saved" in capsys.readouterr().out
+            assert load_checkpoint(tmp_path / out)["iter"] == n
+        stop_after(0)
+        assert main(tiny_argv(out)) == 0
+        assert_same_run(tmp_path / "whole", tmp_path / out)
+
+
+def test_log_and_eval_intervals_may_differ_between_the_parts(tiny_argv, tmp_path, stop_after):
+    main(tiny_argv("whole"))
+    stop_after(9)
+    main(tiny_argv("parts", "--eval_interval=4", "--log_interval=3", "--save_interval=2"))
+    stop_after(0)
+    main(tiny_argv("parts", "--eval_interval=7", "--batch_size=4"))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", but=("val_loss", "val_bpb"))
+    assert rows_of(tmp_path / "whole")[-1] == rows_of(tmp_path / "parts")[-1]
+
+
+def test_resuming_across_the_end_of_an_epoch(tiny, tiny_argv, tmp_path, stop_after):
+    cfg = tiny()
+    data = Shards(cfg.data_dir, "train", cfg.vocab_size, cfg.block_size)
+    per_iter = data.n_windows * 2 // 7 * 32  # an epoch ends inside iteration 4
+    size = [f"--tokens_per_iter={per_iter}", "--batch_size=1", "--max_iters=6", "--eval_interval=0"]
+    main(tiny_argv("whole", *size))
+    for n in (3, 4, 5):
+        stop_after(n)
+        main(tiny_argv("parts", *size))
+    stop_after(0)
+    main(tiny_argv("parts", *size))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_kill_between_save_and_validation_loses_no_row(tiny_argv, tmp_path, monkeypatch):
+    main(tiny_argv("whole"))
+
+    def killed(*args):
+        raise MemoryError("as if killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "validate", killed)
+        with pytest.raises(MemoryError):
+            main(tiny_argv("parts"))
+    assert load_checkpoint(tmp_path / "parts")["iter"] == 10  # saved before the evaluation
+    main(tiny_argv("parts"))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_stop_during_validation_saves_and_repeats_it(tiny_argv, tmp_path, monkeypatch):
+    main(tiny_argv("whole"))
+    size = ["--save_interval=0"]
+
+    def signalled(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    real = train_module.validate
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "validate", signalled)
+        assert main(tiny_argv("parts", *size)) == 128 + signal.SIGTERM
+    assert load_checkpoint(tmp_path / "parts")["iter"] == 10
+    assert "val_loss" not in rows_of(tmp_path / "parts")[-1]
+    main(tiny_argv("parts", *size))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_run_can_be_prolonged(tiny_argv, tmp_path):
+    flat = ["--decay_iters=0"]
+    main(tiny_argv("whole", *flat))
+    main(tiny_argv("parts", *flat, "--max_iters=10"))
+    main(tiny_argv("parts", *flat))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_accumulation_changes_no_loss(tiny_argv, tmp_path):
+    for batch_size in (8, 2):  # accumulation 1 and 4
+        main(tiny_argv(str(batch_size), f"--batch_size={batch_size}"))
+    one, four = rows_of(tmp_path / "8"), rows_of(tmp_path / "2")
+    assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in four], abs=1e-5)
+    assert one[-1]["val_loss"] == pytest.approx(four[-1]["val_loss"], abs=1e-5)
+
+
+def test_a_second_run_in_the_folder_of_another_is_refused(tiny, tiny_argv, tmp_path, dataset):
+    main(tiny_argv())
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    for arg, words in [
+        ("--learning_rate=1e-2", "learning_rate=0.003 there, 0.01 here"),
+        ("--input_mode=gf2", "input_mode=canonical there, gf2 here"),
+        ("--code_shift=1", "code_shift=False there, True here"),
+        ("--n_layer=3", "n_layer=2 there, 3 here"),
+        ("--seed=2", "seed=1 there, 2 here"),
+        ("--resume=never", "holds a run: choose another run_name"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            main(tiny_argv("run", arg))
+    from data.prepare import PrepareConfig, prepare
+    from conftest import texts
+
+    other = [text + " more" for text in texts(300)]
+    prepare(PrepareConfig(data_dir=str(tmp_path / "other"), vocab_size=300), lambda: other, "", "")
+    meta = json.loads((tmp_path / "other" / "meta.json").read_text())
+    with pytest.raises(ValueError, match=f"vocabulary of {meta['vocab_size']}"):
+        main([*tiny_argv(), f"--data_dir={tmp_path / 'other'}"])
+    assert before == {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+
+
+def test_a_damaged_checkpoint_is_named_and_no_code_in_it_runs(tiny_argv, tmp_path):
+    main(tiny_argv())
+    path = tmp_path / "run" / "ckpt.pt"
+    whole = path.read_bytes()
+
+    class Evil:
+        def __reduce__(self):
+            return (os.system, (f"touch {tmp_path}/ran",))
+
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="ckpt.pt is damaged"):
+        main(tiny_argv())
+    for content, words in [(Evil(), "damaged or no checkpoint"), ({"model": {}}, "no checkpoint of this"),
+                           ([1, 2], "no checkpoint of this")]:  # fmt: skip
+        torch.save(content, path)
+        with pytest.raises(ValueError, match=words):
+            main(tiny_argv())
+    assert not (tmp_path / "ran").exists()
+    path.write_bytes(whole)
+    saved = load_checkpoint(tmp_path / "run")
+    del saved["model"]["norm_f.weight"]
+    torch.save(saved, path)
+    with pytest.raises(ValueError, match="norm_f.weight"):
+        main(tiny_argv("run", "--max_iters=30"))
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tiny_argv, tmp_path, monkeypatch):
+    real, calls = torch.save, []
+
+    def full(saved, f):
+        calls.append(saved["iter"])
+        if len(calls) == 2:
+            f.write(b"some bytes")
+            raise RuntimeError("PytorchStreamWriter failed writing file: no space left")
+        real(saved, f)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="ckpt.pt .*no space left.*the last checkpoint is kept"):
+        main(tiny_argv())
+    assert calls == [10, 20] and load_checkpoint(tmp_path / "run")["iter"] == 10
+    assert not (tmp_path / "run" / "ckpt.tmp").exists()
+
+
+@pytest.mark.parametrize("rate", ["1e9", "1e38"])
+def test_a_rate_too_high_stops_early_and_the_checkpoint_is_finite(tiny_argv, tmp_path, rate):
+    high = [f"--learning_rate={rate}", "--warmup_iters=0", "--save_interval=1", "--grad_clip=0",
+            "--max_iters=200"]  # fmt: skip
+    with pytest.raises(ValueError, match="iteration .*lower learning_rate"):
+        main(tiny_argv("run", *high))
+    if (tmp_path / "run" / "ckpt.pt").exists():
+        saved = load_checkpoint(tmp_path / "run")
+        assert all(t.isfinite().all() for t in saved["model"].values())
+        for state in saved["optimizer"]["state"].values():
+            assert all(t.isfinite().all() for t in state.values())
+
+
+def test_tokens_per_iter_that_does_not_divide_is_refused(tiny_argv, tmp_path):
+    with pytest.raises(ValueError, match="4 x 32 x 1 = 128, got 200; the nearest are 128 and 256"):
+        main(tiny_argv("run", "--tokens_per_iter=200"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_default_corpus_is_prepared_when_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = [TINY, "--vocab_size=300", "--max_iters=2", "--n_embd=36", "--eval_tokens=500"]
+    assert main(argv) == 0
+    assert (tmp_path / "data/pydocs/meta.json").exists()
+    assert (tmp_path / "out/canonical_tiny/ckpt.pt").exists()
+
+
+# -------------------------------------------------------------------------------
+# whole runs, as a user starts them
+
+
+def test_the_toy_runs_without_a_warning_display_or_second_core(tiny_argv):
+    env = {"DISPLAY": "", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": "/nowhere"}
+    result = run("-W", "error", "train.py", *tiny_argv(), **env)
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    assert "iter 20: validation loss" in result.stdout
+
+
+def test_a_device_that_is_not_there_is_a_clean_error(tiny_argv, tmp_path):
+    assert_clean_error(run("train.py", *tiny_argv("run", "--device=cuda"), CUDA_VISIBLE_DEVICES=""),
+                       "device=cuda is not available", "device=cpu")  # fmt: skip
+    assert not (tmp_path / "run").exists()
+
+
+def start(args: list[str], ranks: int = 1) -> subprocess.Popen:
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return subprocess.Popen(
+        [*launcher, "train.py", *args], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def wait_for_row(folder: Path, n: int, process: subprocess.Popen) -> None:
+    for _ in range(3000):
+        if len(read_metrics(folder / "metrics.jsonl")) >= n or process.poll() is not None:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no row {n} in a minute")
+
+
+def processes_with(word: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if word in text and "pytest" not in text:
+            found.append(text)
+    return found
+
+
+LONG = ["--max_iters=2000", "--save_interval=5", "--decay_iters=0", "--eval_interval=0"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_saves_and_leaves_no_process(tiny_argv, tmp_path, ranks):
+    process = start(tiny_argv("run", *LONG), ranks)
+    wait_for_row(tmp_path / "run", 7, process)
+    t0 = time.time()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=25)
+    assert time.time() - t0 < 25 and process.returncode != 0
+    assert "stopped after iteration" in out, err[-2000:]
+    saved, rows = load_checkpoint(tmp_path / "run"), rows_of(tmp_path / "run")
+    assert saved["iter"] == rows[-1]["iter"] and saved["row"]["loss"] == rows[-1]["loss"]
+    assert processes_with(str(tmp_path)) == []
+
+
+def test_kill_9_at_any_moment_changes_nothing(tiny_argv, tmp_path):
+    size = ["--max_iters=60", "--save_interval=1", "--eval_interval=5"]
+    main(tiny_argv("whole", *size))
+    for n in (2, 11, 23, 40):
+        process = start(tiny_argv("parts", *size))
+        wait_for_row(tmp_path / "parts", n, process)
+        process.kill()
+        process.communicate()
+    assert start(tiny_argv("parts", *size)).communicate()[1] == ""
+    whole, parts = rows_of(tmp_path / "whole"), rows_of(tmp_path / "parts")
+    assert [r["iter"] for r in parts] == list(range(1, 61))
+    assert whole == parts
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_two_ranks_train_as_one_and_each_continues_the_other(tiny_argv, tmp_path):
+    flat = ["--decay_iters=0", "--batch_size=2"]
+    assert main(tiny_argv("one", *flat)) == 0
+    two = start(tiny_argv("two", *flat), ranks=2)
+    out, err = two.communicate(timeout=120)
+    assert two.returncode == 0, err[-3000:]
+    assert "tokens/iter = 2 micro x 32 block x 2 accumulation x 2 ranks = 256" in out
+    for name, parts in (("2to1", (2, 1)), ("1to2", (1, 2))):
+        for ranks, n in zip(parts, (10, 20)):
+            process = start(tiny_argv(name, *flat, f"--max_iters={n}"), ranks)
+            assert process.wait(timeout=120) == 0, process.stderr.read()[-3000:]
+    one = rows_of(tmp_path / "one")
+    for name in ("two", "2to1", "1to2"):
+        rows = rows_of(tmp_path / name)
+        assert [r["iter"] for r in rows] == list(range(1, 21))
+        for key in ("loss", "grad_norm"):
+            assert [r[key] for r in rows] == pytest.approx([r[key] for r in one], abs=1e-5, rel=1e-4)
+        assert rows[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], abs=1e-5)
+        assert rows[-1]["val_bpb"] == pytest.approx(one[-1]["val_bpb"], abs=1e-5)
+        keys = load_checkpoint(tmp_path / name)["model"]
+        assert not [key for key in keys if "module." in key or "_orig_mod" in key]
+
+
+def test_ranks_hold_equal_weights_and_synchronise_once_an_iteration(dataset, tmp_path):
+    script = tmp_path / "check.py"
+    script.write_text(f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import torch, torch.distributed as dist
+import train
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+calls, models = [], []
+class DDP(train.DistributedDataParallel):
+    def __init__(self, model):
+        super().__init__(model)
+        models.append(model)
+        self.register_comm_hook(None, lambda state, bucket: (calls.append(1), allreduce_hook(state, bucket))[1])
+train.DistributedDataParallel = DDP
+dist_destroy, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+argv = [{TINY!r}, "--data_dir={dataset}", "--out_dir={tmp_path}/run", "--batch_size=1", "--max_iters=3"]
+assert train.main(argv) == 0
+flat = torch.cat([p.detach().flatten() for p in models[0].parameters()])
+other = flat.clone()
+dist.broadcast(other, 0)
+assert torch.equal(flat, other), "ranks differ"
+assert len(calls) == 3, f"{{len(calls)}} all-reduces in 3 iterations of 4 micro-batches, one bucket"
+dist_destroy()
+print("ranks agree")
+""")
+    result = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script))
+    assert result.stdout.count("ranks agree") == 2, result.stderr[-3000:]
+
+
+def test_more_ranks_than_gpus_is_one_clean_line(tiny_argv, tmp_path):
+    process = start(tiny_argv("run", "--device=cuda"), ranks=2)
+    _, err = process.communicate(timeout=120)
+    ours = [line for line in err.splitlines() if "train.py: error" in line]
+    assert process.returncode != 0 and len(ours) == 1, err[-3000:]
+    assert "device=cuda is not available" in ours[0] and "train.py\", line" not in err
+    assert not (tmp_path / "run").exists()
