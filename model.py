@@ -86,26 +86,27 @@ FAST_CPU = (
 )
 
 
-def onednn(x: Tensor, weight: Tensor) -> Tensor:
-    """x (N, I), weight (O, I) -> x weight^T (N, O), in float32 on a CPU."""
+@torch.library.custom_op("codes::linear", mutates_args=())  # so that torch.compile calls it as it is
+def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., I), weight (O, I) -> x weight^T (..., O), in float32 on a CPU."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-class OneDNNLinear(torch.autograd.Function):
-    """y = x W^T and its gradients: dx = dy W, dW = dy^T x."""
+@onednn_linear.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
 
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return onednn(x, weight)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        dy = dy.flatten(0, -2)  # (N, O)
-        dx = onednn(dy, weight.T).view_as(x)
-        return dx, onednn(dy.T, x.flatten(0, -2).T)
+def onednn_backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of y = x W^T: dx = dy W, dW = dy^T x."""
+    x, weight = ctx.saved_tensors
+    dx = onednn_linear(dy, weight.T)
+    return dx, onednn_linear(dy.flatten(0, -2).T, x.flatten(0, -2).T)
+
+
+onednn_linear.register_autograd(
+    onednn_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
 
 
 class Linear(nn.Linear):
@@ -117,7 +118,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         plain = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
         if FAST_CPU and plain and x.dtype == torch.float32:
-            return OneDNNLinear.apply(x, self.weight)
+            return onednn_linear(x, self.weight)
         return F.linear(x, self.weight)
 
 

@@ -512,7 +512,8 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
 
     # end
     if stopping:
-        rt.log(f"stopped after iteration {it}, saved: the same command continues")
+        kept = "saved: the same command continues" if it else "there is nothing to save"
+        rt.log(f"stopped after iteration {it}, {kept}")
         return 128 + (stop.signal or signal.SIGTERM)
     if rt.rank == 0:
         draw_loss(out_dir / "loss.png", {cfg.input_mode: [read_metrics(metrics_path)]})
@@ -536,4 +537,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_cli(main, "train.py", quiet=os.environ.get("RANK", "0") != "0")
+    run_cli(main, "train.py")

@@ -12,9 +12,11 @@ import dataclasses
 import difflib
 import inspect
 import math
+import os
 import re
 import runpy
 import sys
+import time
 from types import ModuleType
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -143,11 +145,10 @@ def help_text(cls: type, usage: str) -> str:
     return "\n".join(lines)
 
 
-def run_cli(main, program: str, quiet: bool = False) -> None:
+def run_cli(main, program: str) -> None:
     """
     Run main(argv) and leave with its exit status. What a user can cause (ValueError) or a disk
-    (OSError) becomes one sentence on stderr. A quiet process, any rank but the first, stays silent
-    about a ValueError: the first rank meets the same one.
+    (OSError) becomes one sentence on stderr.
     """
     for stream in (sys.stdout, sys.stderr):  # any text can be shown, whatever the locale
         stream.reconfigure(errors="backslashreplace")
@@ -158,6 +159,7 @@ def run_cli(main, program: str, quiet: bool = False) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError) as error:
-        if not quiet or isinstance(error, OSError):
-            print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(3)  # most mistakes are every rank's: the first one speaks, torchrun ends the rest
+        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 
 import train as train_module
 from conftest import ARMS, ROOT, TINY, assert_clean_error, make_model, run, values
-from data.shards import Shards
+from data.shards import Shards, window_numbers
 from eval import read_metrics
 from model import load_checkpoint
 from train import Runtime, Choice, TrainConfig, accumulation, choose, get_batch, lr_at, main, train_step
@@ -321,6 +322,36 @@ def test_accumulation_changes_no_loss(tiny_argv, tmp_path):
     one, four = rows_of(tmp_path / "8"), rows_of(tmp_path / "2")
     assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in four], abs=1e-5)
     assert one[-1]["val_loss"] == pytest.approx(four[-1]["val_loss"], abs=1e-5)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler for torch.compile")
+def test_compiling_changes_no_loss_and_no_key(tiny_argv, tmp_path):
+    short = ["--max_iters=4", "--eval_interval=2"]
+    for out, flag in (("eager", "False"), ("compiled", "True")):
+        assert main(tiny_argv(out, *short, f"--compile={flag}")) == 0
+    eager, compiled = rows_of(tmp_path / "eager"), rows_of(tmp_path / "compiled")
+    for key in ("loss", "grad_norm"):
+        assert [r[key] for r in compiled] == pytest.approx([r[key] for r in eager], rel=1e-4)
+    assert compiled[-1]["val_loss"] == pytest.approx(eager[-1]["val_loss"], rel=1e-4)
+    assert not [key for key in load_checkpoint(tmp_path / "compiled")["model"] if "_orig_mod" in key]
+
+
+def test_one_ranks_own_fault_is_told_by_that_rank(tiny_argv, tmp_path, dataset):
+    folder = tmp_path / "damaged"
+    shutil.copytree(dataset, folder)
+    ids = np.fromfile(folder / "train_00000.bin", dtype="<u2")
+    data = Shards(dataset, "train", 512, 32)
+    second = window_numbers(4, 4, data.n_windows, seed=1)  # rank 1's first micro-batch
+    ids[int(second[0]) * 32 + 5] = 60000
+    ids.tofile(folder / "train_00000.bin")
+    launcher = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = sys.argv[1:]\n"
+    launcher += "import data.shards; data.shards.SCAN_TOKENS = 0\n"  # as if the file were a large one
+    launcher += "from config import run_cli; from train import main; run_cli(main, 'train.py')"
+    (tmp_path / "launch.py").write_text(launcher)
+    result = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                 str(tmp_path / "launch.py"), "train.py", *tiny_argv("run", f"--data_dir={folder}"))  # fmt: skip
+    ours = [line for line in result.stderr.splitlines() if line.startswith("train.py: error")]
+    assert result.returncode != 0 and ours and "id 60000" in ours[0], result.stderr[-3000:]
 
 
 def test_a_second_run_in_the_folder_of_another_is_refused(tiny, tiny_argv, tmp_path, dataset):

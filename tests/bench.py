@@ -1,0 +1,157 @@
+"""
+Benchmarks, run by hand: ratios within one run, never absolute times.
+
+    python tests/bench.py [train] [loss] [sample] [start]      all four without a name
+
+    train    tokens per second against transformers' Llama: same shapes, optimizer, threads; eager and,
+             where a C++ compiler is found, compiled
+    loss     head and loss at V = 49,152: memory and speed against logits-then-cross-entropy
+    sample   512 tokens with the key/value cache against without
+    start    seconds of `import train` and of --help
+"""
+
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch.nn.functional as F
+
+from model import GPT, GPTConfig, chunked_cross_entropy
+
+
+def best_times(functions: dict, repeats: int) -> dict[str, float]:
+    """The shortest of several times in seconds, the functions taking turns."""
+    times = {name: [] for name in functions}
+    for _ in range(repeats + 1):
+        for name, function in functions.items():
+            t0 = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - t0)
+    return {name: min(ts[1:]) for name, ts in times.items()}  # the first is a warm-up
+
+
+def bench_train() -> None:
+    import transformers
+
+    compiler = any(map(shutil.which, ("c++", "g++", "clang++", "cl")))
+    shapes = {"C=512": (512, 6, 8, 256, 8, 4096), "toy": (132, 4, 3, 128, 16, 2048)}
+    for name, (C, L, H, T, B, V) in shapes.items():
+        model = GPT(GPTConfig(input_mode="learned", vocab_size=V, block_size=T, n_layer=L, n_head=H, n_embd=C))
+        llama = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=V, hidden_size=C, intermediate_size=4 * C, num_hidden_layers=L,
+                num_attention_heads=H, max_position_embeddings=T, tie_word_embeddings=False, use_cache=False,
+            )
+        )  # fmt: skip
+        x, y = torch.randint(V, (2, B, T), generator=torch.Generator().manual_seed(0))
+        for compiled in [False, True] if compiler else [False]:
+            ours, theirs = (torch.compile(m) if compiled else m for m in (model, llama))
+
+            def step(params, loss_of, optimizer):
+                loss_of().backward()
+                torch.nn.utils.clip_grad_norm_(params, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            def llama_loss():
+                return F.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten())
+
+            optimizers = [m.parameters() for m in (model, llama)]
+            optimizers = [torch.optim.AdamW(p, lr=1e-4, fused=True) for p in optimizers]
+            times = best_times(
+                {
+                    "ours": lambda: step(list(model.parameters()), lambda: ours(x, y), optimizers[0]),
+                    "llama": lambda: step(list(llama.parameters()), llama_loss, optimizers[1]),
+                },
+                repeats=6,
+            )
+            gflops = model.flops_per_token() * B * T / 1e9
+            print(
+                f"train {name} {'compiled' if compiled else 'eager'}: ratio "
+                f"{times['llama'] / times['ours']:.2f} (ours {gflops / times['ours']:.0f} GFLOP/s, "
+                f"transformers {gflops / times['llama']:.0f})"
+            )
+
+
+def resident() -> float:
+    """This process's anonymous memory in GB."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon"))
+    return int(line.split()[1]) / 1e6
+
+
+def peak_of(function) -> tuple[float, float]:
+    """The function's result and the memory in GB by which it grew, at its peak."""
+    before, peak, done = resident(), 0.0, threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, resident() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    result = function()
+    done.set()
+    thread.join()
+    return result, peak
+
+
+def bench_loss() -> None:
+    V, C, N = 49152, 512, 8192
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, C, generator=generator, requires_grad=True)
+    weight = torch.randn(V, C, generator=generator).mul(0.02).requires_grad_()
+    targets = torch.randint(V, (N,), generator=generator)
+
+    def run(loss_of) -> float:
+        x.grad = weight.grad = None
+        loss = loss_of()
+        loss.backward()
+        return loss.item()
+
+    ways = {
+        "plain": lambda: run(lambda: F.cross_entropy(x @ weight.T, targets)),
+        "ours": lambda: run(lambda: chunked_cross_entropy(x, weight, targets, "mean")),
+    }
+    times = best_times(ways, repeats=3)
+    losses, peaks = zip(*(peak_of(way) for way in ways.values()))
+    print(
+        f"loss V={V} C={C} N={N}: memory {peaks[0]:.2f} GB plain, {peaks[1]:.2f} ours "
+        f"(1/{peaks[0] / peaks[1]:.0f}); speed ratio {times['plain'] / times['ours']:.2f}; relative "
+        f"difference of the loss {abs(losses[0] - losses[1]) / losses[0]:.1e}"
+    )
+
+
+def bench_sample() -> None:
+    model = GPT(GPTConfig(vocab_size=4096, block_size=1024, n_layer=6, n_head=4, n_embd=252))
+    prompt = torch.zeros(1, 1, dtype=torch.long)
+    ways = {
+        str(use): lambda use=use: model.generate(prompt, 512, temperature=0, use_cache=use)
+        for use in (True, False)
+    }
+    times = best_times(ways, repeats=1)
+    print(f"sample 512 tokens: with the cache {times['False'] / times['True']:.1f} times the rate without")
+
+
+def bench_start() -> None:
+    for args in (["-c", "import train"], ["train.py", "--help"]):
+        ts = []
+        for _ in range(3):
+            t0 = time.perf_counter()
+            subprocess.run([sys.executable, *args], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            ts.append(time.perf_counter() - t0)
+        print(f"start: python {' '.join(args)} takes {min(ts):.1f} s")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(torch.get_num_threads())
+    names = sys.argv[1:] or ["train", "loss", "sample", "start"]
+    for name in names:
+        globals()[f"bench_{name}"]()
