@@ -268,17 +268,19 @@ def draw(path: str, vocab_size: int = 49152, n_show: int = 64, n_sample: int = 2
     K = min_bits(vocab_size)
     sample = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))[:n_sample]
     figure, axes = plt.subplots(1, 3, figsize=(10, 4), width_ratios=[1, 1, 2], layout="constrained")
-    for axis, mode, color in zip(axes, ("canonical", "gf2"), ("tab:blue", "tab:orange")):
+    for i, (axis, mode) in enumerate(zip(axes, ("canonical", "gf2"))):
         code = FixedTokenCode(vocab_size, K, mode)
-        axis.imshow(code(torch.arange(n_show)).numpy(), cmap="Greys", aspect="auto", interpolation="none")
+        picture = code(torch.arange(n_show)).numpy()
+        axis.imshow(picture, cmap="Greys", aspect="auto", interpolation="none")
         axis.set(title=f"{mode}: ids 0 to {n_show - 1}", xlabel="bit of the code", ylabel="token id")
         # 0/1 codes differ in as many places as the sum of their absolute differences.
-        distance = torch.cdist(code(sample), code(sample), p=1).triu(1)
-        counts = torch.bincount(distance[distance > 0].long(), minlength=K + 1)
-        share = counts / counts.sum()
-        axes[2].plot(range(K + 1), share, "o-", color=color, label=mode)
-    axes[2].set(title=f"Hamming distance of two tokens' codes ({n_sample} random tokens)")
-    axes[2].set(xlabel="bits that differ", ylabel="share of pairs", ylim=(0, None))
+        distance = torch.cdist(code(sample), code(sample), p=1)
+        first, second = torch.triu_indices(n_sample, n_sample, offset=1)  # every pair once
+        counts = torch.bincount(distance[first, second].long(), minlength=K + 1)
+        positions = torch.arange(K + 1) + 0.4 * (i - 0.5)
+        axes[2].bar(positions.numpy(), (counts / counts.sum()).numpy(), width=0.4, label=mode)
+    axes[2].set(title=f"pairs of {n_sample:,} random tokens", ylabel="share of pairs")
+    axes[2].set(xlabel="Hamming distance: bits in which two codes differ", xticks=range(0, K + 1, 2))
     axes[2].legend()
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     figure.savefig(path, dpi=150)

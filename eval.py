@@ -22,22 +22,21 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from config import Settings, help_text, load_config, run_cli, split_args
+from config.machine import Runtime, leave, setup_runtime
+from data.bigram import bigram_losses, counted_tokens
 from data.shards import Shards
 from data.tokenizers import END_OF_TEXT, load_encoding, read_spec, token_lengths
-from model import GPT, build_model, load_checkpoint, pick_device
-
-COUNTED_TOKENS = 2**27  # training tokens that the bigram model and the frequencies are counted on
-
+from model import GPT, build_model, load_checkpoint
 
 @dataclass
 class EvalConfig(Settings):
@@ -55,8 +54,6 @@ class EvalConfig(Settings):
         super().__post_init__()
         self.at_least(0, "max_new_tokens temperature top_k seed")
         self.at_least(1, "n_samples batch_size")
-        has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-        self.device = pick_device(self.device, has_cuda, has_mps)
 
 
 # -------------------------------------------------------------------------------
@@ -76,7 +73,9 @@ def token_losses(
         yield x[counts], y[counts], losses[counts]
 
 
-def validate(model: GPT, data: Shards, lengths: np.ndarray, batch_size: int, rt, limit: int, stop):
+def validate(
+    model: GPT, data: Shards, lengths: np.ndarray, batch_size: int, rt: Runtime, limit: int, stop
+) -> dict:
     """
     Validation loss over the first `limit` tokens (0 = all), shared among the ranks of rt: the dict
     {"val_loss", "val_bpb"}, or an empty one if stop was asked for on any rank in between.
@@ -127,52 +126,13 @@ def sample(
 
 
 # -------------------------------------------------------------------------------
-# the baseline
-
-
-def bigram_losses(train: np.ndarray, x: np.ndarray, y: np.ndarray, vocab_size: int) -> np.ndarray:
-    """
-    -log p(y | x) of a bigram model with backoff to unigrams, counted on the training ids: (n,).
-
-        p(y | x) = max(n(x, y) - d, 0) / n(x)  +  d r(x) / n(x) p(y),    d = 0.75
-        p(y)     = (n(y) + 1) / (n + V)
-
-    Absolute discounting (Ney, Essen and Kneser, 1994): every seen pair gives up d of a count, and what
-    the r(x) different followers of x give up is shared out by frequency. An x that was never seen
-    leaves p(y) alone.
-    """
-    V, d = vocab_size, 0.75
-    unigram = (np.bincount(train, minlength=V) + 1) / (len(train) + V)
-    pairs, n_pair = np.unique(train[:-1].astype(np.int64) * V + train[1:], return_counts=True)
-    n_first = np.bincount(train[:-1], minlength=V)     # n(x), as the first of a pair
-    n_kinds = np.bincount(pairs // V, minlength=V)     # r(x)
-    wanted = x.astype(np.int64) * V + y
-    at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
-    n_xy = np.where(pairs[at] == wanted, n_pair[at], 0)
-    n_x = np.maximum(n_first[x], 1)
-    backoff = np.where(n_first[x] > 0, d * n_kinds[x] / n_x, 1.0)
-    return -np.log(np.maximum(n_xy - d, 0) / n_x + backoff * unigram[y])
-
-
-def counted_tokens(data: Shards) -> np.ndarray:
-    """The training split, up to COUNTED_TOKENS of it."""
-    parts, left = [], COUNTED_TOKENS
-    for i in range(len(data.files)):
-        parts.append(np.asarray(data.tokens(i)[:left]))
-        left -= len(parts[-1])
-        if left <= 0:
-            break
-    return np.concatenate(parts)
-
-
-# -------------------------------------------------------------------------------
 # one run
 
 
-def evaluate_run(run_dir: str, cfg: EvalConfig) -> dict:
+def evaluate_run(run_dir: str, cfg: EvalConfig, rt: Runtime) -> dict:
     """All that eval.json says of a run: who it is, how well it does, and where."""
     saved = load_checkpoint(run_dir)
-    model = build_model(saved, cfg.device)
+    model = build_model(saved, rt.device)
     config = saved["config"]
     train_data, val_data = (
         Shards(config["data_dir"], split, model.cfg.vocab_size, model.cfg.block_size)
@@ -184,10 +144,12 @@ def evaluate_run(run_dir: str, cfg: EvalConfig) -> dict:
             f"{config['data_dir']} has another ({train_data.meta['tokenizer']}): prepare it again"
         )
     n_batches = -(-val_data.n_tokens // (cfg.batch_size * model.cfg.block_size))
+    hidden = None if rt.rank == 0 else True
     batches = tqdm(
-        val_data.every_token_once(cfg.batch_size), total=n_batches, desc=run_dir, disable=None
+        val_data.every_token_once(cfg.batch_size), total=n_batches, desc=run_dir, disable=hidden
     )
-    x, y, losses = (np.concatenate(parts) for parts in zip(*token_losses(model, batches)))
+    own = islice(batches, rt.rank, None, rt.world_size)  # this rank's share
+    x, y, losses = (np.concatenate(part) for part in zip(*rt.gather(list(token_losses(model, own)))))
     train_ids = counted_tokens(train_data)
     bigram = bigram_losses(train_ids, x, y, model.cfg.vocab_size)
     n_bytes = int(token_lengths(read_spec(config["data_dir"]))[y].sum())
@@ -293,14 +255,17 @@ def read_metrics(path: str | Path) -> list[dict]:
 def plot_training(axis, curves: dict[str, list[list[dict]]]) -> None:
     """Loss over tokens, a colour an arm, a line a run: training loss faint, validation loss strong."""
     for i, (label, runs) in enumerate(curves.items()):
-        color = f"C{i}"
         for j, rows in enumerate(runs):
-            axis.plot([r["tokens"] for r in rows], [r["loss"] for r in rows], color=color, alpha=0.25,
-                      linewidth=0.7)  # fmt: skip
-            val = [r for r in rows if "val_loss" in r]
-            axis.plot([r["tokens"] for r in val], [r["val_loss"] for r in val], "o-", color=color,
-                      markersize=3, linewidth=1, label=None if j else f"{label}, validation")  # fmt: skip
-    axis.set(xlabel="training tokens", ylabel="loss (nats a token)")
+            val = [row for row in rows if "val_loss" in row]
+            for points, key, kind, look in (
+                (rows, "loss", "training", {"alpha": 0.25, "linewidth": 0.7}),
+                (val, "val_loss", "validation", {"marker": "o", "markersize": 3, "linewidth": 1}),
+            ):
+                axis.plot(
+                    [row["tokens"] / 1e6 for row in points], [row[key] for row in points],
+                    color=f"C{i}", label=None if j else f"{label}, {kind}", **look,
+                )  # fmt: skip
+    axis.set(xlabel="training tokens (millions)", ylabel="loss (nats a token)")
     axis.grid(alpha=0.3)
     axis.legend()
 
@@ -353,8 +318,8 @@ def pyplot():
 # run me
 
 
-def print_samples(run_dir: str, cfg: EvalConfig) -> None:
-    model = build_model(load_checkpoint(run_dir), cfg.device)
+def print_samples(run_dir: str, cfg: EvalConfig, rt: Runtime) -> None:
+    model = build_model(load_checkpoint(run_dir), rt.device)
     encoding = load_encoding(read_spec(run_dir))
     for i in range(cfg.n_samples):
         text = sample(
@@ -371,16 +336,21 @@ def main(argv: list[str]) -> None:
     cfg = load_config(EvalConfig, [], given)
     if not runs:
         raise ValueError("name at least one run: python eval.py out/canonical_toy")
-    if "prompt" in given:
-        for run in runs:
-            print_samples(run, cfg)
+    rt = setup_runtime(cfg.device)
+    try:
+        if "prompt" in given:
+            for run in runs if rt.rank == 0 else []:
+                print_samples(run, cfg, rt)
+            return
+        results = [evaluate_run(run, cfg, rt) for run in runs]
+    finally:
+        leave(rt)
+    if rt.rank != 0:
         return
-    results = []
-    for run in runs:
-        results.append(evaluate_run(run, cfg))
+    for run, result in zip(runs, results):
         path = Path(run) / "eval.json"
         unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(results[-1], indent=2), encoding="utf-8")
+        unfinished.write_text(json.dumps(result, indent=2), encoding="utf-8")
         os.replace(unfinished, path)
     print_table(results)
     if len(runs) > 1:

@@ -388,17 +388,7 @@ class GPT(nn.Module):
 
 
 # -------------------------------------------------------------------------------
-# checkpoints (train.py writes them), and where to put a model
-
-
-def pick_device(wish: str, has_cuda: bool, has_mps: bool) -> str:
-    """What device=auto means here. Raises ValueError for a device that is not there."""
-    if wish == "auto":
-        return "cuda" if has_cuda else "mps" if has_mps else "cpu"
-    if (wish == "cuda" and not has_cuda) or (wish == "mps" and not has_mps):
-        raise ValueError(f"device={wish} is not available on this machine: use device=cpu or auto")
-    return wish
-
+# checkpoints (train.py writes them)
 
 CHECKPOINT = "ckpt.pt"
 CHECKPOINT_KEYS = {"model", "optimizer", "scaler", "iter", "row", "config", "data", "rng"}
@@ -425,7 +415,7 @@ def load_checkpoint(run_dir: str | Path) -> dict:
     return saved
 
 
-def build_model(saved: dict, device: str = "cpu") -> GPT:
+def build_model(saved: dict, device: str | torch.device = "cpu") -> GPT:
     """The model of a checkpoint, with its weights. Strict: every key must be there and fit."""
     names = {field.name for field in fields(GPTConfig)}
     model = GPT(GPTConfig(**{key: v for key, v in saved["config"].items() if key in names}))

@@ -15,15 +15,13 @@ restarts change nothing but the speed.
 The run's folder gets ckpt.pt, metrics.jsonl (one row an iteration), config.json and loss.png.
 """
 
-import contextlib
 import json
 import math
 import os
 import shutil
 import signal
-import sys
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -35,11 +33,12 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from config import help_text, load_config, run_cli, split_args
+from config.machine import Runtime, leave, setup_runtime
 from data.shards import Shards, window_numbers
 from data.tokenizers import FILE_NAME as TOKENIZER_FILE
 from data.tokenizers import load_encoding, read_spec, token_lengths
 from eval import draw_loss, read_metrics, sample, validate
-from model import CHECKPOINT, GPT, GPTConfig, load_checkpoint, load_weights, pick_device
+from model import CHECKPOINT, GPT, GPTConfig, load_checkpoint, load_weights
 
 DEFAULT_DATA = "data/pydocs"
 
@@ -90,101 +89,7 @@ MAY_CHANGE = {
 }  # fmt: skip
 
 # -------------------------------------------------------------------------------
-# the machine
-
-
-@dataclass
-class Choice:
-    """How to compute: resolved from the settings and the machine."""
-
-    device: str
-    dtype: str
-    scaler: bool   # float16 gradients underflow unless the loss is scaled up
-    compile: bool
-
-
-def choose(
-    cfg: TrainConfig, capability: tuple[int, int] | None, has_mps: bool, has_compiler: bool
-) -> Choice:
-    """
-    What "auto" means here. capability is the GPU's CUDA compute capability, None without one.
-    A pure function: a table in tests/ says what it decides for every kind of machine.
-    """
-    device = pick_device(cfg.device, capability is not None, has_mps)
-    dtype = cfg.dtype
-    if dtype == "auto":
-        dtype = "float32"  # a CPU without bfloat16 units would be some 100 times slower with it
-        if device == "cuda":
-            dtype = "bfloat16" if capability >= (8, 0) else "float16"
-    if dtype == "bfloat16" and device == "cuda" and capability < (8, 0):
-        raise ValueError("this GPU has no bfloat16: use dtype=float16, float32 or auto")
-    if dtype == "float16" and device != "cuda":
-        raise ValueError(f"dtype=float16 needs a CUDA device, not {device}: use float32 or auto")
-    compile = device == "cuda" and capability >= (7, 0) if cfg.compile == "auto" else False
-    if cfg.compile == "True":
-        if (device == "cuda" and capability < (7, 0)) or (device == "cpu" and not has_compiler):
-            raise ValueError("torch.compile does not work on this machine: use compile=False or auto")
-        compile = True
-    return Choice(device, dtype, scaler=dtype == "float16", compile=compile)
-
-
-@dataclass
-class Runtime:
-    """This process among the others, and its device."""
-
-    choice: Choice
-    rank: int = 0
-    world_size: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    def log(self, text: str) -> None:
-        if self.rank == 0:
-            tqdm.write(text)
-            sys.stdout.flush()
-
-    def sum(self, *values: float) -> list[float]:
-        """Each value summed over all ranks."""
-        if self.world_size == 1:
-            return list(values)
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        total = torch.tensor(values, dtype=dtype, device=self.device)
-        dist.all_reduce(total)
-        return total.tolist()
-
-    def any(self, flag: int) -> bool:
-        """Whether the flag is up on some rank: what all ranks must decide alike."""
-        return self.sum(float(flag != 0))[0] > 0
-
-    def autocast(self):
-        if self.choice.dtype == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=getattr(torch, self.choice.dtype))
-
-
-def setup_runtime(cfg: TrainConfig) -> Runtime:
-    """Join the other processes, if torchrun started some, and take this one's device."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    capability = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
-    compilers = [os.environ.get("CXX"), "c++", "g++", "clang++", "cl"]
-    has_compiler = any(shutil.which(name) for name in compilers if name)
-    choice = choose(cfg, capability, torch.backends.mps.is_available(), has_compiler)
-    device = torch.device(choice.device)
-    if choice.device == "cuda":
-        n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if n_local > torch.cuda.device_count():
-            raise ValueError(
-                f"{n_local} processes need as many GPUs, this machine has "
-                f"{torch.cuda.device_count()}: lower --nproc_per_node, or use device=cpu"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32 where float32 products remain
-    if world_size > 1:
-        if choice.device == "mps":
-            raise ValueError("several processes cannot share device=mps: use one, or device=cpu")
-        dist.init_process_group("nccl" if choice.device == "cuda" else "gloo")
-    return Runtime(choice, rank, world_size, device)
+# stopping
 
 
 class Stop:
@@ -528,12 +433,12 @@ def main(argv: list[str]) -> int:
         print(help_text(TrainConfig, __doc__.strip()))
         return 0
     files, given = split_args(argv)
-    rt = setup_runtime(cfg := load_config(TrainConfig, files, given))
+    cfg = load_config(TrainConfig, files, given)
+    rt = setup_runtime(cfg.device, cfg.dtype, cfg.compile)
     try:
         return train(cfg, rt)
     finally:
-        if rt.world_size > 1:
-            dist.destroy_process_group()
+        leave(rt)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from config.machine import Choice, Runtime
 from conftest import ROOT, assert_clean_error, run
+from data.bigram import bigram_losses
 from data.shards import Shards
 from data.tokenizers import load_encoding, read_spec, token_lengths
 from eval import (
     EvalConfig,
     arm_name,
-    bigram_losses,
     by_frequency,
     evaluate_run,
     main,
@@ -27,6 +28,9 @@ from eval import (
 )
 from model import build_model, load_checkpoint
 from train import main as train
+
+
+RT = Runtime(Choice("cpu", "float32", scaler=False, compile=False))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,7 @@ def runs(dataset, tmp_path_factory) -> Path:
 
 
 def test_a_run_is_measured_as_training_measured_it(runs):
-    result = evaluate_run(str(runs / "canonical_1"), EvalConfig())
+    result = evaluate_run(str(runs / "canonical_1"), EvalConfig(), RT)
     last = read_metrics(runs / "canonical_1" / "metrics.jsonl")[-1]
     assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
     assert result["bits_per_byte"] == pytest.approx(last["val_bpb"], rel=1e-6)
@@ -52,9 +56,20 @@ def test_a_run_is_measured_as_training_measured_it(runs):
 
 
 def test_the_batch_size_changes_no_score(runs):
-    one, many = (evaluate_run(str(runs / "learned_1"), EvalConfig(batch_size=n)) for n in (1, 7))
+    one, many = (evaluate_run(str(runs / "learned_1"), EvalConfig(batch_size=n), RT) for n in (1, 7))
     assert one["loss"] == pytest.approx(many["loss"], abs=1e-6)
     assert [r["n"] for r in one["by_frequency"]] == [r["n"] for r in many["by_frequency"]]
+
+
+def test_two_ranks_give_the_same_numbers(runs):
+    run_dir = str(runs / "canonical_2")
+    alone = evaluate_run(run_dir, EvalConfig(batch_size=4), RT)
+    result = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "eval.py", run_dir,
+                 "--batch_size=4")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    both = json.loads((runs / "canonical_2" / "eval.json").read_text())
+    assert both["val_tokens"] == alone["val_tokens"]
+    assert both["loss"] == pytest.approx(alone["loss"], abs=1e-6)
 
 
 def test_measures_by_hand():
@@ -107,7 +122,7 @@ def test_losses_by_frequency_by_hand():
 
 
 def test_frequencies_cover_every_scored_token_and_average_to_the_loss(runs):
-    result = evaluate_run(str(runs / "canonical_1"), EvalConfig())
+    result = evaluate_run(str(runs / "canonical_1"), EvalConfig(), RT)
     rows = result["by_frequency"]
     assert sum(row["n"] for row in rows) == result["val_tokens"]
     mean = sum(row["n"] * row["loss"] for row in rows) / result["val_tokens"]
@@ -208,4 +223,4 @@ def test_a_run_whose_data_changed_is_refused(runs, dataset, tmp_path):
     (tmp_path / "run").mkdir()
     torch.save(saved, tmp_path / "run" / "ckpt.pt")
     with pytest.raises(ValueError, match="was trained with tokenizer bpe-512"):
-        evaluate_run(str(tmp_path / "run"), EvalConfig())
+        evaluate_run(str(tmp_path / "run"), EvalConfig(), RT)

@@ -20,7 +20,8 @@ from conftest import ARMS, ROOT, TINY, assert_clean_error, make_model, run, valu
 from data.shards import Shards, window_numbers
 from eval import read_metrics
 from model import load_checkpoint
-from train import Runtime, Choice, TrainConfig, accumulation, choose, get_batch, lr_at, main, train_step
+from config.machine import Choice, Runtime, choose
+from train import TrainConfig, accumulation, get_batch, lr_at, main, train_step
 
 RT = Runtime(Choice("cpu", "float32", scaler=False, compile=False))
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
@@ -91,12 +92,11 @@ CHOICES = [
 
 @pytest.mark.parametrize("device, dtype, compile, capability, mps, compiler, expected", CHOICES)
 def test_what_auto_means_on_every_machine(device, dtype, compile, capability, mps, compiler, expected):
-    cfg = TrainConfig(device=device, dtype=dtype, compile=compile)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            choose(cfg, capability, mps, compiler)
+            choose(device, dtype, compile, capability, mps, compiler)
     else:
-        assert choose(cfg, capability, mps, compiler) == Choice(*expected)
+        assert choose(device, dtype, compile, capability, mps, compiler) == Choice(*expected)
 
 
 def test_accumulation_follows_from_the_rest():
@@ -564,7 +564,7 @@ class DDP(train.DistributedDataParallel):
         models.append(model)
         self.register_comm_hook(None, lambda state, bucket: (calls.append(1), allreduce_hook(state, bucket))[1])
 train.DistributedDataParallel = DDP
-dist_destroy, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+train.leave = lambda rt: None
 argv = [{TINY!r}, "--data_dir={dataset}", "--out_dir={tmp_path}/run", "--batch_size=1", "--max_iters=3"]
 assert train.main(argv) == 0
 flat = torch.cat([p.detach().flatten() for p in models[0].parameters()])
@@ -572,7 +572,7 @@ other = flat.clone()
 dist.broadcast(other, 0)
 assert torch.equal(flat, other), "ranks differ"
 assert len(calls) == 3, f"{{len(calls)}} all-reduces in 3 iterations of 4 micro-batches, one bucket"
-dist_destroy()
+dist.destroy_process_group()
 print("ranks agree")
 """)
     result = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script))

@@ -1,0 +1,132 @@
+"""
+Where a program runs: device, precision, and this process among the others that torchrun started.
+
+What "auto" means is decided once, by pure functions that a table in tests/ holds to their word.
+"""
+
+import contextlib
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+# -------------------------------------------------------------------------------
+# choices
+
+
+@dataclass
+class Choice:
+    """How to compute: resolved from the settings and the machine."""
+
+    device: str
+    dtype: str
+    scaler: bool   # float16 gradients underflow unless the loss is scaled up
+    compile: bool
+
+
+def choose(
+    device: str, dtype: str, compile: str, capability: tuple | None, has_mps: bool, has_compiler: bool
+) -> Choice:
+    """
+    The settings as resolved here. capability is the GPU's CUDA compute capability, None without one.
+    Raises ValueError for what this machine cannot do.
+    """
+    if device == "auto":
+        device = "cuda" if capability else "mps" if has_mps else "cpu"
+    if (device == "cuda" and not capability) or (device == "mps" and not has_mps):
+        raise ValueError(f"device={device} is not available on this machine: use device=cpu or auto")
+    if dtype == "auto":
+        dtype = "float32"  # a CPU without bfloat16 units would be some 100 times slower with it
+        if device == "cuda":
+            dtype = "bfloat16" if capability >= (8, 0) else "float16"
+    if dtype == "bfloat16" and device == "cuda" and capability < (8, 0):
+        raise ValueError("this GPU has no bfloat16: use dtype=float16, float32 or auto")
+    if dtype == "float16" and device != "cuda":
+        raise ValueError(f"dtype=float16 needs a CUDA device, not {device}: use float32 or auto")
+    can_compile = capability >= (7, 0) if device == "cuda" else device == "cpu" and has_compiler
+    if compile == "True" and not can_compile:
+        raise ValueError("torch.compile does not work on this machine: use compile=False or auto")
+    compiled = compile == "True" or (compile == "auto" and device == "cuda" and can_compile)
+    return Choice(device, dtype, scaler=dtype == "float16", compile=compiled)
+
+
+# -------------------------------------------------------------------------------
+# processes
+
+
+@dataclass
+class Runtime:
+    """This process among the others, and its device."""
+
+    choice: Choice
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def log(self, text: str) -> None:
+        if self.rank == 0:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over all ranks."""
+        if self.world_size == 1:
+            return list(values)
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        total = torch.tensor(values, dtype=dtype, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def any(self, flag: int) -> bool:
+        """Whether the flag is up on some rank: what all ranks must decide alike."""
+        return self.sum(float(flag != 0))[0] > 0
+
+    def gather(self, items: list) -> list:
+        """The lists of all ranks, one after the other."""
+        if self.world_size == 1:
+            return items
+        lists = [None] * self.world_size
+        dist.all_gather_object(lists, items)
+        return [item for one in lists for item in one]
+
+    def autocast(self):
+        if self.choice.dtype == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=getattr(torch, self.choice.dtype))
+
+
+def setup_runtime(device: str, dtype: str = "float32", compile: str = "False") -> Runtime:
+    """Join the other processes, if torchrun started some, and take this one's device."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    capability = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
+    compilers = [os.environ.get("CXX"), "c++", "g++", "clang++", "cl"]
+    has_compiler = any(shutil.which(name) for name in compilers if name)
+    has_mps = torch.backends.mps.is_available()
+    choice = choose(device, dtype, compile, capability, has_mps, has_compiler)
+    place = torch.device(choice.device)
+    if choice.device == "cuda":
+        n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if n_local > torch.cuda.device_count():
+            raise ValueError(
+                f"{n_local} processes need as many GPUs, this machine has "
+                f"{torch.cuda.device_count()}: lower --nproc_per_node, or use device=cpu"
+            )
+        place = torch.device("cuda", local_rank)
+        torch.cuda.set_device(place)
+        torch.set_float32_matmul_precision("high")  # TF32 where float32 products remain
+    if world_size > 1:
+        if choice.device == "mps":
+            raise ValueError("several processes cannot share device=mps: use one, or device=cpu")
+        dist.init_process_group("nccl" if choice.device == "cuda" else "gloo")
+    return Runtime(choice, rank, world_size, place)
+
+
+def leave(rt: Runtime) -> None:
+    """Part from the other processes."""
+    if rt.world_size > 1:
+        dist.destroy_process_group()
