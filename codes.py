@@ -19,7 +19,6 @@ the symbols -1/+1, the scale and more than one recoding are our own knobs, off b
 """
 
 import os
-import sys
 
 import torch
 from torch import Tensor, nn

@@ -33,10 +33,20 @@ from tqdm import tqdm
 
 from config import Settings, help_text, load_config, run_cli, split_args
 from config.machine import Runtime, leave, setup_runtime
+from data.benchmarks import PAPER, Task, find_tasks, read_items, score_items, task_metrics, try_json
 from data.bigram import bigram_losses, counted_tokens
+from data.hugging_face import export
 from data.shards import Shards
-from data.tokenizers import END_OF_TEXT, load_encoding, read_spec, token_lengths
-from model import GPT, build_model, load_checkpoint
+from data.tokenizers import digest, load_encoding, read_spec, token_lengths
+from model import CHECKPOINT, GPT, build_model, load_checkpoint
+
+# Settings of a run that do not change what it computes, but for dtype, which belongs to the machine.
+UNCOUNTED = {
+    "run_name", "out_dir", "data_dir", "batch_size", "log_interval", "eval_interval", "eval_tokens",
+    "save_interval", "eval_tasks", "eval_tasks_interval", "eval_tasks_items", "benchmark_dir", "device",
+    "dtype", "compile", "resume",
+}  # fmt: skip
+
 
 @dataclass
 class EvalConfig(Settings):
@@ -46,6 +56,11 @@ class EvalConfig(Settings):
     temperature: float = 0.8     # 0 = the likeliest token; 1 = as the model says
     top_k: int = 50              # sample from the k likeliest; 0 = from all
     seed: int = 1                # draws the samples
+    tasks: str = ""              # benchmarks to score, separated by commas, or "paper" or "all"
+    benchmark_dir: str = ""      # folder with TASK.jsonl files; empty = the Hugging Face hub
+    limit: int = -1              # first items of each benchmark; -1 = all
+    save_items: bool = False     # write the log-probabilities of every item
+    export: str = ""             # folder to write the run to as a Hugging Face Llama
     batch_size: int = 16         # windows at a time
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
     out_dir: str = "out"         # where compare.png goes
@@ -54,6 +69,8 @@ class EvalConfig(Settings):
         super().__post_init__()
         self.at_least(0, "max_new_tokens temperature top_k seed")
         self.at_least(1, "n_samples batch_size")
+        if self.limit == 0 or self.limit < -1:
+            raise ValueError(f"limit must be at least 1, or -1 for all items, got {self.limit}")
 
 
 # -------------------------------------------------------------------------------
@@ -102,6 +119,37 @@ def batched(items: Iterator, n: int) -> Iterator[list]:
             group = []
     if group:
         yield group
+
+
+# -------------------------------------------------------------------------------
+# benchmarks
+
+
+def run_tasks(run_dir: str, tasks: list[Task], cfg: EvalConfig, rt: Runtime) -> dict:
+    """Score tasks; a dict of their metrics. What is done is kept if a later task fails."""
+    items = {task.name: read_items(task, cfg.benchmark_dir, max(cfg.limit, 0)) for task in tasks}
+    saved = load_checkpoint(run_dir)
+    model, encoding = build_model(saved, rt.device), load_encoding(run_spec(run_dir, saved))
+    weights = f"{saved['iter']}-{Path(run_dir, CHECKPOINT).stat().st_mtime_ns}"
+    results = {}
+    for task in tasks:
+        cache = Path(run_dir) / f"scores-{task.name}-{weights}.x"
+        lls, greedy, n_cut = score_items(model, encoding, items[task.name], task.name, rt, cache)
+        results[task.name] = task_metrics(task, items[task.name], lls, greedy)
+        results[task.name] |= {
+            "limited": cfg.limit > 0, "contexts_cut": n_cut, "source": cfg.benchmark_dir or
+            f"{task.hub_id}@{task.revision}",
+        }  # fmt: skip
+        if rt.rank == 0:
+            write_eval(run_dir, saved, {"tasks": {task.name: results[task.name]}})
+            if cfg.save_items:
+                rows = [{"item": i, "gold": item.gold, "ll": ll, "greedy": flags} for i, (item, ll, flags)
+                        in enumerate(zip(items[task.name], lls, greedy))]  # fmt: skip
+                text = "".join(json.dumps(row) + "\n" for row in rows)
+                write_text(Path(run_dir) / f"items_{task.name}.jsonl", text)
+            for path in Path(run_dir).glob(f"scores-{task.name}-*"):
+                path.unlink()
+    return about(run_dir, saved) | {"tasks": results}
 
 
 # -------------------------------------------------------------------------------
@@ -154,10 +202,7 @@ def evaluate_run(run_dir: str, cfg: EvalConfig, rt: Runtime) -> dict:
     bigram = bigram_losses(train_ids, x, y, model.cfg.vocab_size)
     n_bytes = int(token_lengths(read_spec(config["data_dir"]))[y].sum())
     seen = np.bincount(train_ids, minlength=model.cfg.vocab_size)[x]  # of each input token
-    return {
-        "run": str(run_dir),
-        "arm": arm_name(config),
-        "group": group_key(config, saved["iter"]),
+    result = {
         "seed": config["seed"],
         "n_params": model.n_params(),
         "n_input_params": sum(p.numel() for p in model.wte.parameters()),
@@ -167,9 +212,10 @@ def evaluate_run(run_dir: str, cfg: EvalConfig, rt: Runtime) -> dict:
         **measures(losses, n_bytes),
         "bigram": measures(bigram, n_bytes),
         "by_frequency": by_frequency(seen, losses),
-        "settings": config,
-        "torch": torch.__version__,
     }
+    if rt.rank == 0:
+        write_eval(run_dir, saved, result)
+    return about(run_dir, saved) | result
 
 
 def measures(losses: np.ndarray, n_bytes: int) -> dict:
@@ -202,23 +248,35 @@ def arm_name(config: dict) -> str:
 
 def group_key(config: dict, it: int) -> str:
     """Runs with the same key differ in their seed alone, so their mean says something."""
-    apart = {"seed", "run_name", "out_dir", "data_dir", "batch_size", "log_interval", "eval_interval",
-             "eval_tokens", "save_interval", "device", "dtype", "compile", "resume"}  # fmt: skip
-    return json.dumps([it, {key: value for key, value in config.items() if key not in apart}])
+    counted = {key: value for key, value in config.items() if key not in UNCOUNTED | {"seed"}}
+    return json.dumps([it, counted])
 
 
 # -------------------------------------------------------------------------------
 # tables and figures
 
 
-def print_table(results: list[dict]) -> None:
-    """A Markdown table: one line an arm, mean and standard deviation over its seeds, best loss first."""
+def print_rows(lines: list[list[str]]) -> None:
+    """A Markdown table; the first line is its head."""
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    for line in lines:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |")
+
+
+def grouped(results: list[dict]) -> list[list[dict]]:
+    """Runs that differ in their seed alone together, in the order of the first of each."""
     groups = defaultdict(list)
     for result in results:
         groups[result["group"]].append(result)
+    return list(groups.values())
+
+
+def print_table(results: list[dict]) -> None:
+    """A Markdown table: one line an arm, mean and standard deviation over its seeds, best loss first."""
     lines = [["model", "seeds", "parameters", "in the input", "training tokens", "validation loss",
               "perplexity", "bits per byte"]]  # fmt: skip
-    for runs in sorted(groups.values(), key=lambda runs: statistics.mean(r["loss"] for r in runs)):
+    for runs in sorted(grouped(results), key=lambda runs: statistics.mean(r["loss"] for r in runs)):
         first = runs[0]
         lines.append([first["arm"], str(len(runs)), f"{first['n_params']:,}",
                       f"{first['n_input_params']:,}", f"{first['train_tokens']:,}"]  # fmt: skip
@@ -227,10 +285,7 @@ def print_table(results: list[dict]) -> None:
     for bigram in {json.dumps(r["bigram"]): r["bigram"] for r in results}.values():
         lines.append(["bigram model", "", "", "", "", f"{bigram['loss']:.3f}",
                       f"{bigram['perplexity']:.1f}", f"{bigram['bits_per_byte']:.3f}"])  # fmt: skip
-    lines.insert(1, ["---"] * len(lines[0]))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    for line in lines:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |")
+    print_rows(lines)
 
 
 def mean_sd(values: list[float], digits: int) -> str:
@@ -240,16 +295,95 @@ def mean_sd(values: list[float], digits: int) -> str:
     return text
 
 
+def task_cell(results: list[dict], task: str, metric: str) -> tuple[float, float]:
+    """Value and error: one run's standard error over items, several runs' deviation over seeds."""
+    values = [r["tasks"][task][metric] for r in results]
+    if len(values) > 1:
+        return statistics.mean(values), statistics.stdev(values)
+    return values[0], results[0]["tasks"][task][metric + "_stderr"] or 0.0
+
+
+def print_tasks(results: list[dict], tasks: list[Task]) -> None:
+    """One line an arm, then the paper's scores, where it gives some for a task that was asked for."""
+    columns = [(task.name, metric) for task in tasks for metric in task.metrics]
+    head = ["model", "seeds"]
+    for task, metric in columns:
+        one = results[0]["tasks"][task]
+        head.append(f"{task} {metric}" + (f" (first {one['n']} items only)" if one["limited"] else ""))
+    lines = [head]
+    for runs in grouped(results):
+        cells = [task_cell(runs, *column) for column in columns]
+        scale = [1 if metric == "perplexity" else 100 for _, metric in columns]
+        texts = [f"{value * x:.2f} ± {error * x:.2f}" for (value, error), x in zip(cells, scale)]
+        lines.append([runs[0]["arm"], str(len(runs)), *texts])
+    for arm in dict.fromkeys(arm for arm, *_ in PAPER):
+        paper = [PAPER.get((arm, *column)) for column in columns]
+        if any(paper):
+            lines.append([f"{arm}, the paper's 1.7B", "1", *(f"{100 * x:.2f}" if x else "" for x in paper)])
+    print_rows(lines)
+    print("accuracies in percent; ± is the standard error over items, or the deviation over seeds")
+
+
+def draw_tasks(path: Path, results: list[dict], tasks: list[Task]) -> None:
+    """tasks.png: each task's first metric with error bars, an arm a colour, and what guessing gives."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(2 + 1.4 * len(tasks), 4.5), layout="constrained")
+    groups = grouped(results)
+    width = 0.8 / len(groups)
+    for i, runs in enumerate(groups):
+        cells = [task_cell(runs, task.name, task.metrics[0]) for task in tasks]
+        at = [t + (i + 0.5) * width - 0.4 for t in range(len(tasks))]
+        axis.bar(at, [100 * value for value, _ in cells], width, yerr=[100 * e for _, e in cells],
+                 capsize=3, label=runs[0]["arm"])  # fmt: skip
+    for t, task in enumerate(tasks):
+        label = "guessing" if t == 0 else None
+        axis.hlines(100 * task.chance, t - 0.45, t + 0.45, "black", "dashed", linewidth=1, label=label)
+    labels = [f"{task.name}\n{task.metrics[0]}" for task in tasks]
+    axis.set_xticks(range(len(tasks)), labels)
+    axis.set(ylabel="percent", ylim=(0, None))
+    axis.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def read_metrics(path: str | Path) -> list[dict]:
     """The rows of a metrics.jsonl. A last line that a kill cut short is left out."""
-    rows = []
-    if Path(path).exists():
-        for line in Path(path).read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-    return rows
+    lines = Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else []
+    return [row for row in map(try_json, lines) if row]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    unfinished = path.with_suffix(".tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path} ({error}): what was there is kept") from error
+    os.replace(unfinished, path)
+
+
+def write_eval(run_dir: str, saved: dict, new: dict) -> None:
+    """Add to eval.json beside the checkpoint; results of an earlier checkpoint go, tasks add up."""
+    path, old = Path(run_dir) / "eval.json", read_eval(run_dir, saved)
+    tasks = old.get("tasks", {}) | new.get("tasks", {})
+    write_text(path, json.dumps(old | about(run_dir, saved) | new | {"tasks": tasks}, indent=2))
+
+
+def read_eval(run_dir: str, saved: dict) -> dict:
+    """eval.json, if it is about this checkpoint."""
+    path = Path(run_dir) / "eval.json"
+    old = try_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    return old if old and old.get("iter") == saved["iter"] else {}
+
+
+def about(run_dir: str, saved: dict) -> dict:
+    return {
+        "run": str(run_dir), "arm": arm_name(saved["config"]), "iter": saved["iter"],
+        "group": group_key(saved["config"], saved["iter"]),
+        "settings": saved["config"], "torch": torch.__version__,
+    }  # fmt: skip
 
 
 def plot_training(axis, curves: dict[str, list[list[dict]]]) -> None:
@@ -318,9 +452,42 @@ def pyplot():
 # run me
 
 
+def run_spec(run_dir: str, saved: dict) -> dict:
+    """The tokenizer that a run was trained with, which lies beside its checkpoint."""
+    spec = read_spec(run_dir)
+    if digest(spec) != saved["data"]["tokenizer_sha256"]:
+        raise ValueError(
+            f"{run_dir} was trained with tokenizer {saved['data']['tokenizer']}, but the one beside its "
+            f"checkpoint is another ({spec.get('name')}): copy the right one from the dataset"
+        )
+    return spec
+
+
+def model_card(run_dir: str, saved: dict) -> str:
+    """What the model is, how its input was made, on what it was trained and how well it does."""
+    config, scores = saved["config"], read_eval(run_dir, saved)
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", "",
+             f"# {arm_name(config)}, {saved['iter'] * config['tokens_per_iter']:,} training tokens", ""]  # fmt: skip
+    if config["input_mode"] == "learned":
+        lines.append("The input is a learned table.")
+    else:
+        lines.append("The input is a fixed code of the token id; it was never trained and is written out as "
+                     "`embed_tokens`.")  # fmt: skip
+    lines += ["", f"Data: {config['data_dir']}, tokenizer {saved['data']['tokenizer']}.", "", "| setting | value |",
+              "|---|---|", *(f"| {key} | {value} |" for key, value in config.items())]  # fmt: skip
+    lines += ["", "| measure | value |", "|---|---|"]
+    if "loss" in scores:
+        lines += [f"| validation {key} | {scores[key]:.4f} |" for key in ("loss", "bits_per_byte")]
+    for task, result in scores.get("tasks", {}).items():
+        note = f" (first {result['n']} items only)" if result["limited"] else ""
+        lines += [f"| {task} {key}{note} | {result[key]:.4f} |" for key in ("acc", "acc_norm", "perplexity")
+                  if key in result]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
 def print_samples(run_dir: str, cfg: EvalConfig, rt: Runtime) -> None:
-    model = build_model(load_checkpoint(run_dir), rt.device)
-    encoding = load_encoding(read_spec(run_dir))
+    saved = load_checkpoint(run_dir)
+    model, encoding = build_model(saved, rt.device), load_encoding(run_spec(run_dir, saved))
     for i in range(cfg.n_samples):
         text = sample(
             model, encoding, cfg.prompt, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.seed + i
@@ -336,27 +503,32 @@ def main(argv: list[str]) -> None:
     cfg = load_config(EvalConfig, [], given)
     if not runs:
         raise ValueError("name at least one run: python eval.py out/canonical_toy")
+    tasks = find_tasks(cfg.tasks) if cfg.tasks else []
     rt = setup_runtime(cfg.device)
     try:
         if "prompt" in given:
             for run in runs if rt.rank == 0 else []:
                 print_samples(run, cfg, rt)
-            return
-        results = [evaluate_run(run, cfg, rt) for run in runs]
+        elif cfg.export:
+            if len(runs) > 1:
+                raise ValueError(f"export takes one run at a time, got {len(runs)}")
+            saved = load_checkpoint(runs[0])
+            card = model_card(runs[0], saved)
+            export(build_model(saved), run_spec(runs[0], saved), card, cfg.export)
+            print(f"exported: {cfg.export}, for transformers' AutoModelForCausalLM and AutoTokenizer")
+        elif tasks:
+            results = [run_tasks(run, tasks, cfg, rt) for run in runs]
+            if rt.rank == 0:
+                print_tasks(results, tasks)
+                draw_tasks(Path(cfg.out_dir) / "tasks.png", results, tasks)
+        else:
+            results = [evaluate_run(run, cfg, rt) for run in runs]
+            if rt.rank == 0:
+                print_table(results)
+                if len(runs) > 1:
+                    draw_comparison(Path(cfg.out_dir) / "compare.png", results)
     finally:
         leave(rt)
-    if rt.rank != 0:
-        return
-    for run, result in zip(runs, results):
-        path = Path(run) / "eval.json"
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(result, indent=2), encoding="utf-8")
-        os.replace(unfinished, path)
-    print_table(results)
-    if len(runs) > 1:
-        path = Path(cfg.out_dir) / "compare.png"
-        draw_comparison(path, results)
-        print(f"drawn: {path}")
 
 
 if __name__ == "__main__":

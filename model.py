@@ -170,7 +170,7 @@ class CausalSelfAttention(nn.Module):
         self.qkv = Linear(cfg.n_embd, 3 * cfg.n_embd)
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
-    def forward(self, x, cos, sin, cache: KVCache | None = None, layer: int = 0) -> Tensor:
+    def forward(self, x, cos, sin, mask: Tensor | None = None, cache=None, layer=0) -> Tensor:
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                      # each (B, H, T, D)
@@ -180,7 +180,8 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(layer, k, v)
         # softmax(q k^T / sqrt(D)) v over the past; the kernel never stores the T x T matrix.
         # A single new token may see all that is cached.
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # (B, H, T, D)
+        causal = mask is None and T > 1
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)  # (B, H, T, D)
         return self.proj(y.transpose(1, 2).reshape(B, T, C))      # (B, T, C)
 
 
@@ -219,8 +220,8 @@ class Block(nn.Module):
         self.norm_2 = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.mlp = MLP(cfg)
 
-    def forward(self, x, cos, sin, cache: KVCache | None = None, layer: int = 0) -> Tensor:
-        x = x + self.attn(self.norm_1(x), cos, sin, cache, layer)
+    def forward(self, x, cos, sin, mask: Tensor | None = None, cache=None, layer=0) -> Tensor:
+        x = x + self.attn(self.norm_1(x), cos, sin, mask, cache, layer)
         return x + self.mlp(self.norm_2(x))
 
 
@@ -279,17 +280,25 @@ class GPT(nn.Module):
         with torch.no_grad():
             p.copy_(torch.empty(p.shape, device="cpu").normal_(0, std, generator=generator))
 
-    def hidden(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
-        """What the head reads: ids (B, T) -> (B, T, C). With a cache, ids continue what it holds."""
+    def hidden(
+        self, ids: Tensor, cache: KVCache | None = None, positions=None, mask=None
+    ) -> Tensor:
+        """
+        What the head reads: ids (B, T) -> (B, T, C). With a cache, ids continue what it holds. With
+        positions (B, T) and a mask (B, 1, T, T), True where a row may look at a column, a row can
+        hold several texts; else it is one text from position 0.
+        """
         start = cache.length if cache else 0
         end = start + ids.size(1)
-        if end > self.cfg.block_size:
+        if positions is None and end > self.cfg.block_size:
             raise ValueError(f"{end} tokens do not fit in block_size={self.cfg.block_size}")
-        x = self.wte(ids)                                   # (B, T, C)
-        x = x.to(compute_dtype(x))                          # the same precision for every arm
+        x = self.wte(ids)                                    # (B, T, C)
+        x = x.to(compute_dtype(x))                           # the same precision for every arm
         cos, sin = self.cos[start:end], self.sin[start:end]  # (T, D)
+        if positions is not None:
+            cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]  # (B, 1, T, D)
         for layer, block in enumerate(self.blocks):
-            x = block(x, cos, sin, cache, layer)            # (B, T, C)
+            x = block(x, cos, sin, mask, cache, layer)       # (B, T, C)
         if cache is not None:
             cache.length = end
         return self.norm_f(x)

@@ -34,10 +34,12 @@ from tqdm import tqdm
 
 from config import help_text, load_config, run_cli, split_args
 from config.machine import Runtime, leave, setup_runtime
+from data.benchmarks import sample_tasks, score_subsets
+from data.hugging_face import from_llama
 from data.shards import Shards, window_numbers
 from data.tokenizers import FILE_NAME as TOKENIZER_FILE
 from data.tokenizers import load_encoding, read_spec, token_lengths
-from eval import draw_loss, read_metrics, sample, validate
+from eval import UNCOUNTED, draw_loss, read_metrics, sample, validate
 from model import CHECKPOINT, GPT, GPTConfig, load_checkpoint, load_weights
 
 DEFAULT_DATA = "data/pydocs"
@@ -62,6 +64,11 @@ class TrainConfig(GPTConfig):
     eval_interval: int = 1000       # iterations between validations; 0 = only the last
     eval_tokens: int = 0            # validation tokens looked at; 0 = all
     save_interval: int = 1000       # iterations between checkpoints; 0 = only the last
+    eval_tasks: str = ""            # benchmarks to score as training goes, separated by commas
+    eval_tasks_interval: int = 5000 # iterations between their scores; 0 = only the last
+    eval_tasks_items: int = 200     # items of each that are scored
+    benchmark_dir: str = ""         # folder with TASK.jsonl files; empty = the Hugging Face hub
+    init_from: str = ""             # Hugging Face Llama folder whose weights the learned arm starts from
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of the products
     compile: Literal["auto", "True", "False"] = "auto"  # torch.compile the training step
@@ -73,7 +80,8 @@ class TrainConfig(GPTConfig):
         super().__post_init__()
         self.at_least(1, "tokens_per_iter batch_size max_iters log_interval")
         self.at_least(0, "learning_rate warmup_iters decay_iters weight_decay beta1 beta2 grad_clip")
-        self.at_least(0, "eval_interval eval_tokens save_interval")
+        self.at_least(0, "eval_interval eval_tokens save_interval eval_tasks_interval")
+        self.at_least(1, "eval_tasks_items")
         if max(self.beta1, self.beta2) >= 1:
             raise ValueError(f"beta1 and beta2 must be below 1, got {self.beta1} and {self.beta2}")
         if not self.run_name or set(self.run_name) & set("/\\"):
@@ -81,12 +89,7 @@ class TrainConfig(GPTConfig):
         self.out_dir = self.out_dir or f"out/{self.input_mode}_{self.run_name}"
 
 
-# Settings that may change when a run continues: they do not change what is computed, but for
-# max_iters, by which a run can be prolonged, and dtype, which belongs to the machine.
-MAY_CHANGE = {
-    "run_name", "out_dir", "data_dir", "batch_size", "max_iters", "log_interval", "eval_interval",
-    "eval_tokens", "save_interval", "device", "dtype", "compile", "resume",
-}  # fmt: skip
+MAY_CHANGE = UNCOUNTED | {"max_iters"}  # when a run continues; more iterations prolong it
 
 # -------------------------------------------------------------------------------
 # stopping
@@ -305,7 +308,9 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
     # data
     accum = accumulation(cfg, rt.world_size)
     train_data, val_data = open_data(cfg, rt)
-    lengths = token_lengths(read_spec(cfg.data_dir))  # bytes of text a token
+    spec = read_spec(cfg.data_dir)
+    lengths, encoding = token_lengths(spec), load_encoding(spec)  # bytes of text a token
+    subsets = sample_tasks(cfg.eval_tasks, cfg.benchmark_dir, cfg.eval_tasks_items)
     out_dir = Path(cfg.out_dir)
     ckpt_path, metrics_path = out_dir / CHECKPOINT, out_dir / "metrics.jsonl"
     saved = load_checkpoint(out_dir) if ckpt_path.exists() else None
@@ -325,6 +330,8 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
     raw_model = GPT(cfg)
     if saved:
         load_weights(raw_model, saved)
+    elif cfg.init_from:
+        from_llama(raw_model, cfg.init_from)
     raw_model.to(rt.device)
     optimizer = raw_model.optimizer(cfg.learning_rate, (cfg.beta1, cfg.beta2), cfg.weight_decay)
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.choice.scaler)
@@ -366,6 +373,10 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
                 if "val_loss" in row:
                     loss, bpb = row["val_loss"], row["val_bpb"]
                     rt.log(f"iter {it}: validation loss {loss:.4f}, {bpb:.4f} bits per byte")
+            if row and not stopping and subsets and due(it, cfg.eval_tasks_interval, cfg):
+                scores = score_subsets(raw_model, encoding, subsets, rt)
+                row |= scores
+                rt.log(f"iter {it}: {', '.join(f'{k} {v:.4g}' for k, v in scores.items())}")
             if row and rt.rank == 0:
                 with open(metrics_path, "a", encoding="utf-8") as f:
                     f.write(json.dumps(row) + "\n")
@@ -422,7 +433,7 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
         return 128 + (stop.signal or signal.SIGTERM)
     if rt.rank == 0:
         draw_loss(out_dir / "loss.png", {cfg.input_mode: [read_metrics(metrics_path)]})
-        text = sample(raw_model, load_encoding(read_spec(cfg.data_dir)), "", 100, seed=cfg.seed)
+        text = sample(raw_model, encoding, "", 100, seed=cfg.seed)
         rt.log(f"a sample:\n{text}\n\nin {out_dir}: {CHECKPOINT}, metrics.jsonl, loss.png")
         rt.log(f'next: python eval.py {out_dir} --prompt="The function returns"')
     return 0

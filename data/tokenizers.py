@@ -58,6 +58,7 @@ def train_bpe(words: Counter, n_tokens: int) -> list[bytes]:
     if n_tokens < 256:
         raise ValueError(f"a byte-level BPE has at least 256 tokens, got {n_tokens}")
     tokens = [bytes([i]) for i in range(256)]
+    id_of = {token: i for i, token in enumerate(tokens)}
     spelled = [(list(word), n) for word, n in sorted(words.items())]  # each word as token ids
     counts, where = Counter(), defaultdict(set)                       # pair -> count, words with it
     for i, (ids, n) in enumerate(spelled):
@@ -73,10 +74,15 @@ def train_bpe(words: Counter, n_tokens: int) -> list[bytes]:
             if counts[pair] > 0:
                 heapq.heappush(heap, (-counts[pair], pair))
             continue
+        # Two pairs may spell the same token, aa + a and a + aa: one token, as tiktoken sees it.
+        token = tokens[pair[0]] + tokens[pair[1]]
+        new_id = id_of.setdefault(token, len(tokens))
+        if new_id == len(tokens):
+            tokens.append(token)
         changed = set()
         for i in where.pop(pair):
             ids, n = spelled[i]
-            merged = merge(ids, pair, len(tokens))
+            merged = merge(ids, pair, new_id)
             for old in zip(ids, ids[1:]):
                 counts[old] -= n
             for new in zip(merged, merged[1:]):
@@ -85,8 +91,7 @@ def train_bpe(words: Counter, n_tokens: int) -> list[bytes]:
                 changed.add(new)
             spelled[i] = (merged, n)
         counts.pop(pair, None)
-        tokens.append(tokens[pair[0]] + tokens[pair[1]])
-        for new in changed:
+        for new in changed - {pair}:
             heapq.heappush(heap, (-counts[new], new))
     return tokens
 

@@ -37,16 +37,19 @@ def naive_bpe(words: Counter, n_tokens: int) -> list[bytes]:
         if not counts:
             break
         best = max(counts, key=lambda pair: (counts[pair], [-i for i in pair]))
+        joined = tokens[best[0]] + tokens[best[1]]
+        new = tokens.index(joined) if joined in tokens else len(tokens)
         for word, ids in spelled.items():
-            out = []
+            out, open_pair = [], False
             for i in ids:
-                # Greedy from the left: a token may close a pair with the one before it.
-                if out and (out[-1], i) == best:
-                    out[-1] = len(tokens)
+                if open_pair and (out[-1], i) == best:  # greedy from the left
+                    out[-1], open_pair = new, False
                 else:
                     out.append(i)
+                    open_pair = True
             spelled[word] = out
-        tokens.append(tokens[best[0]] + tokens[best[1]])
+        if new == len(tokens):
+            tokens.append(joined)
     return tokens
 
 

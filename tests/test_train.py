@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import train as train_module
-from conftest import ARMS, ROOT, TINY, assert_clean_error, make_model, run, values
+from conftest import ARMS, ROOT, TINY, assert_clean_error, make_model, run
 from data.shards import Shards, window_numbers
 from eval import read_metrics
 from model import load_checkpoint
