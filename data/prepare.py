@@ -36,7 +36,7 @@ BPE_BYTES = 50_000_000      # text that a trained tokenizer looks at
 class PrepareConfig(Settings):
     data_dir: str = ""           # folder to write; empty = data/<name of the corpus>
     tokenizer: Literal["bpe", "gpt2-49152"] = "bpe"  # trained on the corpus, or GPT-2's first 49,151
-    vocab_size: int = 4096       # ids of a trained tokenizer, end-of-text included
+    vocab_size: int = 2048       # ids of a trained tokenizer, end-of-text included
     val_fraction: float = 0.05   # share of the text that is kept for validation
     threads: int = 0             # tokenizing threads; 0 = one a core
 

@@ -5,7 +5,7 @@ The docstrings of the standard library, one document a module, the reference top
 and what the built-in modules say of themselves. Nothing is downloaded, and no module is imported for
 its docstrings but those that are built into the interpreter: source files are parsed.
 
-    python -m data.pydocs [--vocab_size=4096] [--data_dir=data/pydocs]
+    python -m data.pydocs [--vocab_size=2048] [--data_dir=data/pydocs]
 """
 
 import ast

@@ -1,18 +1,21 @@
 """
 Benchmarks, run by hand: ratios within one run, never absolute times.
 
-    python tests/bench.py [train] [loss] [sample] [start]      all four without a name
+    python tests/bench.py [--train] [--loss] [--sample] [--start] [--eval]     all but --eval without one
 
     train    tokens per second against transformers' Llama: same shapes, optimizer, threads; eager and,
              where a C++ compiler is found, compiled
     loss     head and loss at V = 49,152: memory and speed against logits-then-cross-entropy
     sample   512 tokens with the key/value cache against without
     start    seconds of `import train` and of --help
+    eval     items a second on the files of BENCHMARK_DIR against lm-evaluation-harness on the export
 """
 
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -150,8 +153,40 @@ def bench_start() -> None:
         print(f"start: python {' '.join(args)} takes {min(ts):.1f} s")
 
 
+def bench_eval() -> None:
+    from pytest import MonkeyPatch
+
+    from config.machine import Choice, Runtime
+    from data.benchmarks import TASKS, read_items, score_items, task_metrics
+    from data.hugging_face import export
+    from data.tokenizers import gpt2_spec, load_encoding
+    from test_harness import REAL, harness_model, harness_scores, local_rows
+
+    spec, rt = gpt2_spec(), Runtime(Choice("cpu", "float32", scaler=False, compile=False))
+    cfg = GPTConfig(vocab_size=49152, block_size=512, n_layer=5, n_head=5, n_embd=160)
+    model, encoding = GPT(cfg), load_encoding(spec)
+    print(f"eval: {model.n_params() / 1e6:.1f} M parameters, {len(REAL)} tasks of 200 items")
+
+    def ours():
+        for name in REAL:
+            items = read_items(TASKS[name], os.environ["BENCHMARK_DIR"])
+            lls, greedy, _ = score_items(model, encoding, items, name, rt)
+            task_metrics(TASKS[name], items, lls, greedy, errors=False)
+
+    with tempfile.TemporaryDirectory() as folder, MonkeyPatch.context() as patch:
+        export(model, spec, "", f"{folder}/hf")
+        rows = {name: local_rows(name) for name in REAL}
+        models = {n: harness_model(f"{folder}/hf", cfg.block_size, n) for n in (1, 4, 16, 64)}
+        ways = {
+            f"batch size {n}": lambda lm=lm: harness_scores(lm, rows, patch) for n, lm in models.items()
+        }
+        times = best_times({"ours": ours} | ways, repeats=1)
+    for name, t in times.items():
+        if name != "ours":
+            print(f"eval: harness at {name}: ours does {t / times['ours']:.2f} times its items a second")
+
+
 if __name__ == "__main__":
-    torch.set_num_threads(torch.get_num_threads())
-    names = sys.argv[1:] or ["train", "loss", "sample", "start"]
+    names = [arg.lstrip("-") for arg in sys.argv[1:]] or ["train", "loss", "sample", "start"]
     for name in names:
         globals()[f"bench_{name}"]()

@@ -70,11 +70,16 @@ def local_rows(task: str) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def harness_scores(folder: Path, rows: dict[str, list[dict]], block_size: int, monkeypatch) -> dict:
-    """What the harness says of the exported model: task -> {metrics, samples}, rows in place of the hub."""
+def harness_model(folder: Path, block_size: int, batch_size: int):
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=batch_size, max_length=block_size)
+
+
+def harness_scores(lm, rows: dict[str, list[dict]], monkeypatch) -> dict:
+    """What the harness says of a model: task -> (metrics, samples), with rows in place of the hub."""
     import datasets
     from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
 
     by_hub = {(TASKS[name].hub_id, TASKS[name].hub_config): name for name in rows}
 
@@ -85,15 +90,13 @@ def harness_scores(folder: Path, rows: dict[str, list[dict]], block_size: int, m
         return datasets.DatasetDict(splits | ({"test": table} if task.split == "test" else {}))
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    lm = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=8, max_length=block_size)
     out = simple_evaluate(lm, tasks=list(rows), log_samples=True, bootstrap_iters=0)
     return {name: (out["results"][name], sorted(out["samples"][name], key=lambda s: s["doc_id"])) for name in rows}
 
 
 def compare(model: GPT, spec: dict, folder: Path, rows: dict[str, list[dict]], monkeypatch, tmp_path) -> None:
     export(model, spec, "a test", str(folder))
-    block_size = model.cfg.block_size
-    theirs = harness_scores(folder, rows, block_size, monkeypatch)
+    theirs = harness_scores(harness_model(folder, model.cfg.block_size, 8), rows, monkeypatch)
     encoding = load_encoding(spec)
     for name, task_rows in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in task_rows))

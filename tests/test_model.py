@@ -28,10 +28,10 @@ def meta_model(config: str) -> GPT:
         ("canonical_1p7b", 1_711_376_384, 0),
         ("gf2_1p7b", 1_711_376_384, 0),
         ("learned_1p7b", 1_812_039_680, 100_663_296),
-        # 4 (4 C^2 + 3 C F + 2 C) + C + V C with C = 192, F = 768, V = 4096; the table is V C again
-        ("canonical_toy", 3_147_456, 0),
-        ("gf2_toy", 3_147_456, 0),
-        ("learned_toy", 3_933_888, 786_432),
+        # 6 (4 C^2 + 3 C F + 2 C) + C + V C with C = 88, F = 352, V = 2048; the table is V C again
+        ("canonical_toy", 924_792, 0),
+        ("gf2_toy", 924_792, 0),
+        ("learned_toy", 1_105_016, 180_224),
         ("tiny", 60_084, 0),
     ],
 )
