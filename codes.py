@@ -187,10 +187,9 @@ class FixedTokenCode(nn.Module):
             )
         if symbols not in ("01", "pm1"):
             raise ValueError(f"code_symbols must be 01 or pm1, got {symbols!r}")
-        if not 0 < scale < float("inf"):
-            raise ValueError(f"code_scale must be above 0 and finite, got {scale}")
-        A, b = make_code(input_mode, K, seed, shift, recodings)
-        period = len(b)
+        if not 0 < scale <= 1e6:
+            raise ValueError(f"code_scale must be above 0 and at most 1e6, got {scale}")
+        period = max(recodings, 1) * K
         if n_embd % period != 0:
             below, above = n_embd // period * period, (n_embd // period + 1) * period
             near = f"{below} or {above}" if below else f"{above}"
@@ -198,6 +197,7 @@ class FixedTokenCode(nn.Module):
                 f"n_embd must be a multiple of {period} ({recodings} x {K} code bits), "
                 f"got {n_embd}; the nearest are {near}"
             )
+        A, b = make_code(input_mode, K, seed, shift, recodings)
         self.num_embeddings, self.embedding_dim = vocab_size, n_embd
         low = 0.0 if symbols == "01" else -scale
         # A and b are integers, so that .half() or .to(bfloat16) turns the symbols alone.
@@ -287,6 +287,9 @@ def draw(path: str, vocab_size: int = 49152, n_show: int = 64, n_sample: int = 2
 
 
 def main(argv: list[str]) -> None:
+    if {"--help", "-h"} & set(argv):
+        print(__doc__.strip())
+        return
     show([convert("a token id", text, int) for text in argv] or [0, 1, 5, 49151])
     draw("out/codes.png")
     print("drawn: out/codes.png")

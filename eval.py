@@ -31,9 +31,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from config import Settings, help_text, load_config, run_cli, split_args
+from config import Settings, help_text, load_config, run_cli, split_args, try_json
 from config.machine import Runtime, leave, setup_runtime
-from data.benchmarks import PAPER, Task, find_tasks, read_items, score_items, task_metrics, try_json
+from data.benchmarks import PAPER, Task, find_tasks, read_items, score_items, task_metrics
 from data.bigram import bigram_losses, counted_tokens
 from data.hugging_face import export
 from data.shards import Shards
@@ -60,6 +60,7 @@ class EvalConfig(Settings):
     benchmark_dir: str = ""      # folder with TASK.jsonl files; empty = the Hugging Face hub
     limit: int = -1              # first items of each benchmark; -1 = all
     save_items: bool = False     # write the log-probabilities of every item
+    data_dir: str = ""           # dataset to measure the loss on; empty = where training found its own
     export: str = ""             # folder to write the run to as a Hugging Face Llama
     batch_size: int = 16         # windows at a time
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
@@ -182,14 +183,16 @@ def evaluate_run(run_dir: str, cfg: EvalConfig, rt: Runtime) -> dict:
     saved = load_checkpoint(run_dir)
     model = build_model(saved, rt.device)
     config = saved["config"]
+    data_dir = cfg.data_dir or config["data_dir"]
+    if not cfg.data_dir and not Path(data_dir).exists():
+        raise ValueError(f"the dataset of {run_dir}, {data_dir}, is not there: say where with --data_dir")
     train_data, val_data = (
-        Shards(config["data_dir"], split, model.cfg.vocab_size, model.cfg.block_size)
-        for split in ("train", "val")
+        Shards(data_dir, split, model.cfg.vocab_size, model.cfg.block_size) for split in ("train", "val")
     )
     if train_data.meta["tokenizer_sha256"] != saved["data"]["tokenizer_sha256"]:
         raise ValueError(
             f"{run_dir} was trained with tokenizer {saved['data']['tokenizer']}, but "
-            f"{config['data_dir']} has another ({train_data.meta['tokenizer']}): prepare it again"
+            f"{data_dir} has another ({train_data.meta['tokenizer']}): name the right one with --data_dir"
         )
     n_batches = -(-val_data.n_tokens // (cfg.batch_size * model.cfg.block_size))
     hidden = None if rt.rank == 0 else True
@@ -200,7 +203,7 @@ def evaluate_run(run_dir: str, cfg: EvalConfig, rt: Runtime) -> dict:
     x, y, losses = (np.concatenate(part) for part in zip(*rt.gather(list(token_losses(model, own)))))
     train_ids = counted_tokens(train_data)
     bigram = bigram_losses(train_ids, x, y, model.cfg.vocab_size)
-    n_bytes = int(token_lengths(read_spec(config["data_dir"]))[y].sum())
+    n_bytes = int(token_lengths(read_spec(data_dir))[y].sum())
     seen = np.bincount(train_ids, minlength=model.cfg.vocab_size)[x]  # of each input token
     result = {
         "seed": config["seed"],
@@ -246,10 +249,10 @@ def arm_name(config: dict) -> str:
     return " ".join([config["input_mode"]] + own * (config["input_mode"] != "learned"))
 
 
-def group_key(config: dict, it: int) -> str:
+def group_key(saved: dict) -> str:
     """Runs with the same key differ in their seed alone, so their mean says something."""
-    counted = {key: value for key, value in config.items() if key not in UNCOUNTED | {"seed"}}
-    return json.dumps([it, counted])
+    counted = {key: value for key, value in saved["config"].items() if key not in UNCOUNTED | {"seed"}}
+    return json.dumps([saved["iter"], saved["data"], counted])
 
 
 # -------------------------------------------------------------------------------
@@ -381,7 +384,7 @@ def read_eval(run_dir: str, saved: dict) -> dict:
 def about(run_dir: str, saved: dict) -> dict:
     return {
         "run": str(run_dir), "arm": arm_name(saved["config"]), "iter": saved["iter"],
-        "group": group_key(saved["config"], saved["iter"]),
+        "group": group_key(saved),
         "settings": saved["config"], "torch": torch.__version__,
     }  # fmt: skip
 
@@ -488,9 +491,10 @@ def model_card(run_dir: str, saved: dict) -> str:
 def print_samples(run_dir: str, cfg: EvalConfig, rt: Runtime) -> None:
     saved = load_checkpoint(run_dir)
     model, encoding = build_model(saved, rt.device), load_encoding(run_spec(run_dir, saved))
+    prompt = os.fsencode(cfg.prompt).decode("utf-8", errors="replace")  # whatever the locale
     for i in range(cfg.n_samples):
         text = sample(
-            model, encoding, cfg.prompt, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.seed + i
+            model, encoding, prompt, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.seed + i
         )
         print(f"--- {run_dir}, seed {cfg.seed + i}\n{text}")
 
@@ -503,6 +507,7 @@ def main(argv: list[str]) -> None:
     cfg = load_config(EvalConfig, [], given)
     if not runs:
         raise ValueError("name at least one run: python eval.py out/canonical_toy")
+    runs = list({Path(run).resolve(): run for run in runs}.values())  # each once
     tasks = find_tasks(cfg.tasks) if cfg.tasks else []
     rt = setup_runtime(cfg.device)
     try:

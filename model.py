@@ -48,7 +48,7 @@ class GPTConfig(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "block_size n_layer n_head n_embd code_recodings")
+        self.at_least(1, "block_size n_layer n_head n_embd code_recodings rope_theta")
         self.at_least(2, "vocab_size")
         self.at_least(0, "n_inner code_bits code_seed seed norm_eps")
         if self.n_embd % (2 * self.n_head) != 0:
@@ -56,10 +56,6 @@ class GPTConfig(Settings):
                 f"n_embd must be a multiple of 2 x n_head = {2 * self.n_head} "
                 f"(rotary positions turn pairs), got {self.n_embd}"
             )
-        if self.rope_theta <= 0:
-            raise ValueError(f"rope_theta must be above 0, got {self.rope_theta}")
-        if self.code_scale <= 0:
-            raise ValueError(f"code_scale must be above 0, got {self.code_scale}")
 
 
 # -------------------------------------------------------------------------------
@@ -383,7 +379,7 @@ class GPT(nn.Module):
             if temperature == 0:
                 new = logits.argmax(-1)                                       # (B,)
             else:
-                logits = logits / temperature
+                logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0
                 if 0 < top_k < logits.size(-1):
                     least = logits.topk(top_k).values[:, -1:]                 # (B, 1)
                     logits = logits.masked_fill(logits < least, -math.inf)

@@ -15,31 +15,33 @@ restarts change nothing but the speed.
 The run's folder gets ckpt.pt, metrics.jsonl (one row an iteration), config.json and loss.png.
 """
 
+import contextlib
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from config import help_text, load_config, run_cli, split_args
-from config.machine import Runtime, leave, setup_runtime
+from config.machine import Runtime, claim, leave, setup_runtime
 from data.benchmarks import sample_tasks, score_subsets
 from data.hugging_face import from_llama
+from data.pydocs import PydocsConfig, prepare_pydocs
 from data.shards import Shards, window_numbers
 from data.tokenizers import FILE_NAME as TOKENIZER_FILE
 from data.tokenizers import load_encoding, read_spec, token_lengths
-from eval import UNCOUNTED, draw_loss, read_metrics, sample, validate
+from eval import UNCOUNTED, draw_loss, read_metrics, sample, validate, write_text
 from model import CHECKPOINT, GPT, GPTConfig, load_checkpoint, load_weights
 
 DEFAULT_DATA = "data/pydocs"
@@ -185,52 +187,97 @@ def train_step(
 
 
 # -------------------------------------------------------------------------------
-# what a run leaves on disk
+# a run: what it holds, and what it leaves on disk
 
 
-def state(model: GPT, optimizer, scaler, it: int, row: dict, cfg: TrainConfig, data: Shards) -> dict:
-    """All that a run needs to continue as if it had never stopped."""
+@dataclass
+class Run:
+    """All that a run has in hand while it is at work."""
+
+    cfg: TrainConfig
+    rt: Runtime
+    train_data: Shards
+    val_data: Shards
+    spec: dict            # the tokenizer
+    subsets: list         # benchmarks to score as training goes
+    raw_model: GPT        # evaluation, sampling and saving use this one
+    model: nn.Module      # the same weights, compiled and synchronised among ranks
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    it: int = 0           # optimizer steps done
+    row: dict = field(default_factory=dict)  # the metrics of the last one, until they are written
+    saved_at: int = -1    # the step that the checkpoint on disk is of
+
+    def due(self, interval: int) -> bool:
+        return self.it == self.cfg.max_iters or (interval > 0 and self.it % interval == 0)
+
+
+def checkpoint_path(cfg: TrainConfig) -> Path:
+    return Path(cfg.out_dir) / CHECKPOINT
+
+
+def metrics_path(cfg: TrainConfig) -> Path:
+    return Path(cfg.out_dir) / "metrics.jsonl"
+
+
+def data_identity(data: Shards) -> dict:
+    """What makes two datasets the same for a run: the tokenizer and the size of every file."""
     return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(),
-        "iter": it,
-        "row": row,
-        "config": asdict(cfg),
-        "data": data_identity(data),
-        "rng": torch.get_rng_state(),
+        "tokenizer": data.meta["tokenizer"],
+        "tokenizer_sha256": data.meta["tokenizer_sha256"],
+        "files": [[file["name"], file["tokens"]] for file in data.meta["files"]],
     }
 
 
-def save(path: Path, saved: dict, rt: Runtime) -> None:
+def save(run: Run) -> None:
     """
     Write a checkpoint whole or not at all: the last one stays until the new one is on the disk.
     Raises ValueError if a number in it is not finite, so that a good one is never replaced by a bad.
     All ranks hold the same weights; the first one writes.
     """
+    t0, path = time.perf_counter(), checkpoint_path(run.cfg)
+    saved = {
+        "model": run.raw_model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "scaler": run.scaler.state_dict(),
+        "iter": run.it,
+        "row": run.row,
+        "config": asdict(run.cfg),
+        "data": data_identity(run.train_data),
+        "rng": torch.get_rng_state(),
+    }
     tensors = list(saved["model"].values())
     tensors += [t for state in saved["optimizer"]["state"].values() for t in state.values()]
     if not all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point()):
         raise ValueError(
-            f"the weights after iteration {saved['iter']} are not finite; {path} is kept as it was: "
+            f"the weights after iteration {run.it} are not finite; {path} is kept as it was: "
             "lower learning_rate"
         )
-    if rt.rank != 0:
-        return
-    unfinished = path.with_suffix(".tmp")
-    try:
-        with open(unfinished, "wb") as f:
-            torch.save(saved, f)
-            f.flush()
-            os.fsync(f.fileno())
-    except (OSError, RuntimeError) as error:  # PyTorch reports a full disk as a RuntimeError
-        unfinished.unlink(missing_ok=True)
-        raise OSError(f"cannot write {path} ({error}): the last checkpoint is kept") from error
-    os.replace(unfinished, path)
+    if run.rt.rank == 0:
+        unfinished = path.with_suffix(".tmp")
+        try:
+            with open(unfinished, "wb") as f:
+                torch.save(saved, f)
+                f.flush()
+                os.fsync(f.fileno())
+        except (OSError, RuntimeError) as error:  # PyTorch reports a full disk as a RuntimeError
+            unfinished.unlink(missing_ok=True)
+            raise OSError(f"cannot write {path} ({error}): the last checkpoint is kept") from error
+        os.replace(unfinished, path)
+    run.saved_at, run.row["save_ms"] = run.it, 1000 * (time.perf_counter() - t0)
 
 
-def check_same_run(saved: dict, cfg: TrainConfig, data: Shards) -> None:
-    """Raise ValueError if the checkpoint in out_dir is not of this very run."""
+def find_checkpoint(cfg: TrainConfig, data: Shards, rt: Runtime) -> dict | None:
+    """The checkpoint to continue from. Raises ValueError if out_dir holds another run."""
+    saved = load_checkpoint(cfg.out_dir) if checkpoint_path(cfg).exists() else None
+    steps = set(rt.gather([saved["iter"] if saved else 0]))
+    if len(steps) > 1:
+        raise ValueError(
+            f"the ranks see different checkpoints in {cfg.out_dir} (of iterations {sorted(steps)}): it "
+            "must be on a disk that all machines share"
+        )
+    if saved is None:
+        return None
     own = asdict(cfg)
     differ = [key for key in own if key not in MAY_CHANGE and saved["config"].get(key) != own[key]]
     if differ:
@@ -244,198 +291,196 @@ def check_same_run(saved: dict, cfg: TrainConfig, data: Shards) -> None:
             f"{cfg.out_dir} holds a run on other data ({saved['data']['tokenizer']}) than "
             f"{cfg.data_dir}: use the same data, or another run_name or out_dir"
         )
-
-
-def data_identity(data: Shards) -> dict:
-    """What makes two datasets the same for a run: the tokenizer and the size of every file."""
-    return {
-        "tokenizer": data.meta["tokenizer"],
-        "tokenizer_sha256": data.meta["tokenizer_sha256"],
-        "files": [[file["name"], file["tokens"]] for file in data.meta["files"]],
-    }
+    if cfg.resume == "never":
+        raise ValueError(f"{cfg.out_dir} holds a run: choose another run_name, or resume=auto")
+    return saved
 
 
 def cut_metrics(path: Path, it: int) -> None:
     """Keep the rows before iteration it; the checkpoint holds row it itself."""
     rows = [row for row in read_metrics(path) if row["iter"] < it] if it else []
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(unfinished, path)
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 # -------------------------------------------------------------------------------
-# the run
-
-
-def due(it: int, interval: int, cfg: TrainConfig) -> bool:
-    return it == cfg.max_iters or (interval > 0 and it % interval == 0)
+# set-up
 
 
 def open_data(cfg: TrainConfig, rt: Runtime) -> tuple[Shards, Shards]:
     """The training and validation splits. The default corpus is prepared when it is missing."""
-    if cfg.data_dir == DEFAULT_DATA and not Path(cfg.data_dir, "meta.json").exists():
+    missing = not Path(cfg.data_dir, "meta.json").exists()
+    if Path(cfg.data_dir) == Path(DEFAULT_DATA) and any(rt.gather([missing])):
         if rt.rank == 0:
-            from data.pydocs import PydocsConfig, prepare_pydocs
-
             rt.log(f"preparing {cfg.data_dir}, the documentation that comes with Python")
             prepare_pydocs(PydocsConfig(data_dir=cfg.data_dir, vocab_size=cfg.vocab_size))
-        if rt.world_size > 1:
-            dist.barrier()
+        rt.gather([])  # the others wait
     splits = [Shards(cfg.data_dir, name, cfg.vocab_size, cfg.block_size) for name in ("train", "val")]
     return splits[0], splits[1]
 
 
-def print_header(cfg: TrainConfig, model: GPT, accum: int, train_data: Shards, rt: Runtime) -> None:
-    changed = {f.name for f in fields(cfg) if getattr(cfg, f.name) != f.default}
-    rt.log("settings (* = not the default)")
-    for key, value in asdict(cfg).items():
-        rt.log(f"  {'*' if key in changed else ' '} {key} = {value}")
-    choice = rt.choice
-    epochs = cfg.max_iters * cfg.tokens_per_iter / train_data.n_tokens
-    rt.log(
-        f"{cfg.input_mode}: {model.n_params():,} parameters, {sum(p.numel() for p in model.wte.parameters()):,} "
-        f"of them in the input; {model.flops_per_token():,} FLOPs a token\n"
-        f"device {choice.device}, {choice.dtype}, {'compiled' if choice.compile else 'eager'}\n"
-        f"tokens/iter = {cfg.batch_size} micro x {cfg.block_size} block x {accum} accumulation "
-        f"x {rt.world_size} ranks = {cfg.tokens_per_iter:,}\n"
-        f"{cfg.max_iters:,} iterations = {cfg.max_iters * cfg.tokens_per_iter:,} tokens, "
-        f"{epochs:.2f} times the {train_data.n_tokens:,} of {cfg.data_dir}"
-    )
-
-
-def train(cfg: TrainConfig, rt: Runtime) -> int:
-    """Train from wherever the run stands to max_iters. Returns the process's exit status."""
+def set_up(cfg: TrainConfig, rt: Runtime) -> Run:
+    """Everything in hand, at the start or where the last checkpoint stands. Writes nothing."""
     # data
-    accum = accumulation(cfg, rt.world_size)
+    accumulation(cfg, rt.world_size)
     train_data, val_data = open_data(cfg, rt)
-    spec = read_spec(cfg.data_dir)
-    lengths, encoding = token_lengths(spec), load_encoding(spec)  # bytes of text a token
     subsets = sample_tasks(cfg.eval_tasks, cfg.benchmark_dir, cfg.eval_tasks_items)
-    out_dir = Path(cfg.out_dir)
-    ckpt_path, metrics_path = out_dir / CHECKPOINT, out_dir / "metrics.jsonl"
-    saved = load_checkpoint(out_dir) if ckpt_path.exists() else None
-    if saved:
-        check_same_run(saved, cfg, train_data)
-        if cfg.resume == "never":
-            raise ValueError(f"{out_dir} holds a run: choose another run_name, or resume=auto")
-        last = (read_metrics(metrics_path) or [{}])[-1]
-        if saved["iter"] >= cfg.max_iters and "val_loss" in last:
-            rt.log(
-                f"{out_dir} is finished ({saved['iter']} iterations, validation loss "
-                f"{last['val_loss']:.4f}): python eval.py {out_dir}"
-            )
-            return 0
+    saved = find_checkpoint(cfg, train_data, rt)
 
-    # model and optimizer
+    # model
     raw_model = GPT(cfg)
     if saved:
         load_weights(raw_model, saved)
     elif cfg.init_from:
         from_llama(raw_model, cfg.init_from)
     raw_model.to(rt.device)
-    optimizer = raw_model.optimizer(cfg.learning_rate, (cfg.beta1, cfg.beta2), cfg.weight_decay)
-    scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.choice.scaler)
-    model = raw_model
-    if rt.choice.compile:
-        model = torch.compile(model)  # evaluation, sampling and saving use raw_model
+    model = torch.compile(raw_model) if rt.choice.compile else raw_model
     if rt.world_size > 1:
         model = DistributedDataParallel(model)
-    it, row = 0, {}  # updates done; metrics of the last one, until they are written
+
+    # optimizer
+    optimizer = raw_model.optimizer(cfg.learning_rate, (cfg.beta1, cfg.beta2), cfg.weight_decay)
+    scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.choice.scaler)
+    run = Run(cfg, rt, train_data, val_data, read_spec(cfg.data_dir), subsets, raw_model, model,
+              optimizer, scaler)  # fmt: skip
     if saved:
         optimizer.load_state_dict(saved["optimizer"])
         scaler.load_state_dict(saved["scaler"])
         torch.set_rng_state(saved["rng"])
-        it, row = saved["iter"], saved["row"]
-    if rt.rank == 0:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        cut_metrics(metrics_path, it)
-        shutil.copy(Path(cfg.data_dir) / TOKENIZER_FILE, out_dir)
-        (out_dir / "config.json").write_text(json.dumps(asdict(cfg), indent=2), encoding="utf-8")
-    print_header(cfg, raw_model, accum, train_data, rt)
-    if saved:
-        rt.log(f"continuing {out_dir} after iteration {it}")
+        run.it, run.row, run.saved_at = saved["iter"], saved["row"], saved["iter"]
+    return run
 
-    # loop
-    stop = Stop()
-    bar = tqdm(total=cfg.max_iters, initial=it, unit="iter", disable=None if rt.rank == 0 else True)
-    saved_at = it if saved else -1
-    try:
-        while True:
-            # evaluate and record the weights after iteration it
-            stopping = rt.any(stop.signal)
-            if row and not stopping and due(it, cfg.eval_interval, cfg):
-                t0 = time.perf_counter()
-                row |= validate(
-                    raw_model, val_data, lengths, cfg.batch_size, rt, cfg.eval_tokens, stop
-                )
-                row["eval_ms"] = 1000 * (time.perf_counter() - t0)
-                stopping = rt.any(stop.signal)
-                if "val_loss" in row:
-                    loss, bpb = row["val_loss"], row["val_bpb"]
-                    rt.log(f"iter {it}: validation loss {loss:.4f}, {bpb:.4f} bits per byte")
-            if row and not stopping and subsets and due(it, cfg.eval_tasks_interval, cfg):
-                scores = score_subsets(raw_model, encoding, subsets, rt)
-                row |= scores
-                rt.log(f"iter {it}: {', '.join(f'{k} {v:.4g}' for k, v in scores.items())}")
-            if row and rt.rank == 0:
-                with open(metrics_path, "a", encoding="utf-8") as f:
-                    f.write(json.dumps(row) + "\n")
 
-            # stop
-            if stopping and it != saved_at and it > 0:
-                save(ckpt_path, state(raw_model, optimizer, scaler, it, row, cfg, train_data), rt)
-            if stopping or it >= cfg.max_iters:
-                break
+def print_header(run: Run) -> None:
+    cfg, model, choice, log = run.cfg, run.raw_model, run.rt.choice, run.rt.log
+    log("settings (* = not the default)")
+    for setting in fields(cfg):
+        value = getattr(cfg, setting.name)
+        log(f"  {' ' if value == setting.default else '*'} {setting.name} = {value}")
+    n_input, tokens = sum(p.numel() for p in model.wte.parameters()), cfg.max_iters * cfg.tokens_per_iter
+    log(f"{cfg.input_mode}: {model.n_params():,} parameters, {n_input:,} of them in the input; "
+        f"{model.flops_per_token():,} FLOPs a token")  # fmt: skip
+    log(f"device {choice.device}, {choice.dtype}, {'compiled' if choice.compile else 'eager'}")
+    log(f"tokens/iter = {cfg.batch_size} micro x {cfg.block_size} block x "
+        f"{accumulation(cfg, run.rt.world_size)} accumulation x {run.rt.world_size} ranks "
+        f"= {cfg.tokens_per_iter:,}")  # fmt: skip
+    log(f"{cfg.max_iters:,} iterations = {tokens:,} tokens, {tokens / run.train_data.n_tokens:.2f} times "
+        f"the {run.train_data.n_tokens:,} of {cfg.data_dir}")  # fmt: skip
+    if run.it:
+        log(f"continuing {cfg.out_dir} after iteration {run.it}")
 
-            # step
-            t0 = time.perf_counter()
-            lr = lr_at(it, cfg)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            batches = [partial(get_batch, train_data, cfg, it, i, rt) for i in range(accum)]
-            loss, norm = train_step(model, optimizer, scaler, batches, cfg.grad_clip, rt)
-            it += 1
-            if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
-                raise ValueError(
-                    f"iteration {it} has loss {loss} and gradient norm {norm}: training stops, the "
-                    f"last checkpoint ({f'iteration {saved_at}' if saved_at > 0 else 'none yet'}) is "
-                    "kept; lower learning_rate or raise warmup_iters"
-                )
-            dt = time.perf_counter() - t0
-            row = {
-                "iter": it, "tokens": it * cfg.tokens_per_iter, "loss": loss, "lr": lr,
-                "grad_norm": norm, "dt_ms": 1000 * dt, "tok_per_s": cfg.tokens_per_iter / dt,
-            }  # fmt: skip
 
-            # save, before any long evaluation
-            if due(it, cfg.save_interval, cfg):
-                t0 = time.perf_counter()
-                save(ckpt_path, state(raw_model, optimizer, scaler, it, row, cfg, train_data), rt)
-                row["save_ms"], saved_at = 1000 * (time.perf_counter() - t0), it
+# -------------------------------------------------------------------------------
+# the loop
 
-            # log
-            bar.update()
-            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-            if bar.disable and (it % cfg.log_interval == 0 or it == cfg.max_iters):
-                left = (cfg.max_iters - it) * dt
-                rt.log(
-                    f"iter {it}/{cfg.max_iters}: loss {loss:.4f}, lr {lr:.2e}, norm {norm:.2f}, "
-                    f"{row['tok_per_s']:,.0f} tok/s, {left / 60:.1f} min left"
-                )
-    finally:
-        bar.close()
-        stop.restore()
 
-    # end
-    if stopping:
-        kept = "saved: the same command continues" if it else "there is nothing to save"
-        rt.log(f"stopped after iteration {it}, {kept}")
-        return 128 + (stop.signal or signal.SIGTERM)
-    if rt.rank == 0:
-        draw_loss(out_dir / "loss.png", {cfg.input_mode: [read_metrics(metrics_path)]})
-        text = sample(raw_model, encoding, "", 100, seed=cfg.seed)
-        rt.log(f"a sample:\n{text}\n\nin {out_dir}: {CHECKPOINT}, metrics.jsonl, loss.png")
-        rt.log(f'next: python eval.py {out_dir} --prompt="The function returns"')
+def evaluate(run: Run, stop: Stop) -> None:
+    """Add to the row what is due after iteration it. A stop in between leaves it out."""
+    cfg, row, log = run.cfg, run.row, run.rt.log
+    if run.due(cfg.eval_interval):
+        t0, lengths = time.perf_counter(), token_lengths(run.spec)  # bytes of text a token
+        row |= validate(run.raw_model, run.val_data, lengths, cfg.batch_size, run.rt, cfg.eval_tokens, stop)
+        row["eval_ms"] = 1000 * (time.perf_counter() - t0)
+        if "val_loss" in row:
+            log(f"iter {run.it}: validation loss {row['val_loss']:.4f}, {row['val_bpb']:.4f} bits per byte")
+    if run.subsets and run.due(cfg.eval_tasks_interval) and not run.rt.any(stop.signal):
+        scores = score_subsets(run.raw_model, load_encoding(run.spec), run.subsets, run.rt)
+        row |= scores
+        log(f"iter {run.it}: {', '.join(f'{key} {value:.4g}' for key, value in scores.items())}")
+
+
+def one_iteration(run: Run) -> None:
+    """Iteration it: its rate, its windows, its step; then it is one more, and its row is new."""
+    cfg, rt, t0 = run.cfg, run.rt, time.perf_counter()
+    lr = lr_at(run.it, cfg)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    batches = [
+        partial(get_batch, run.train_data, cfg, run.it, micro, rt)
+        for micro in range(accumulation(cfg, rt.world_size))
+    ]
+    loss, norm = train_step(run.model, run.optimizer, run.scaler, batches, cfg.grad_clip, rt)
+    run.it += 1
+    if not math.isfinite(loss) or not (math.isfinite(norm) or run.scaler.is_enabled()):
+        raise ValueError(
+            f"iteration {run.it} has loss {loss} and gradient norm {norm}: training stops, the last "
+            f"checkpoint ({f'iteration {run.saved_at}' if run.saved_at > 0 else 'none yet'}) is kept; "
+            "lower learning_rate or raise warmup_iters"
+        )
+    dt = time.perf_counter() - t0
+    run.row = {
+        "iter": run.it, "tokens": run.it * cfg.tokens_per_iter, "loss": loss, "lr": lr,
+        "grad_norm": norm, "dt_ms": 1000 * dt, "tok_per_s": cfg.tokens_per_iter / dt,
+    }  # fmt: skip
+
+
+def loop(run: Run, stop: Stop, bar: tqdm) -> bool:
+    """Train to max_iters. Returns whether it was asked to stop before."""
+    cfg, rt = run.cfg, run.rt
+    while True:
+        # evaluate the weights after iteration it, and record them
+        if run.row and not rt.any(stop.signal):
+            evaluate(run, stop)
+        stopping = rt.any(stop.signal)
+        if run.row and rt.rank == 0:
+            with open(metrics_path(cfg), "a", encoding="utf-8") as f:
+                f.write(json.dumps(run.row) + "\n")
+
+        # end
+        if stopping and run.it > max(run.saved_at, 0):
+            save(run)
+        if stopping or run.it >= cfg.max_iters:
+            return stopping
+
+        # step
+        one_iteration(run)
+
+        # save, before any long evaluation
+        if run.due(cfg.save_interval):
+            save(run)
+
+        # log
+        row = run.row
+        bar.update()
+        bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
+        if bar.disable and run.due(cfg.log_interval):
+            left = (cfg.max_iters - run.it) * row["dt_ms"] / 60_000
+            rt.log(
+                f"iter {run.it}/{cfg.max_iters}: loss {row['loss']:.4f}, lr {row['lr']:.2e}, "
+                f"norm {row['grad_norm']:.2f}, {row['tok_per_s']:,.0f} tok/s, {left:.1f} min left"
+            )
+
+
+def train(cfg: TrainConfig, rt: Runtime) -> int:
+    """Train from wherever the run stands to max_iters. Returns the process's exit status."""
+    run = set_up(cfg, rt)
+    out_dir, quoted = Path(cfg.out_dir), shlex.quote(cfg.out_dir)
+    with claim(out_dir) if rt.rank == 0 else contextlib.nullcontext():
+        last = (read_metrics(metrics_path(cfg)) or [{}])[-1]
+        if run.it >= cfg.max_iters and "val_loss" in last:
+            rt.log(f"{out_dir} is finished ({run.it} iterations, validation loss {last['val_loss']:.4f})")
+        else:
+            if rt.rank == 0:
+                cut_metrics(metrics_path(cfg), run.it)
+                shutil.copy(Path(cfg.data_dir) / TOKENIZER_FILE, out_dir)
+                write_text(out_dir / "config.json", json.dumps(asdict(cfg), indent=2))
+            print_header(run)
+            stop = Stop()
+            hidden = None if rt.rank == 0 else True
+            bar = tqdm(total=cfg.max_iters, initial=run.it, unit="iter", disable=hidden)
+            try:
+                stopped = loop(run, stop, bar)
+            finally:
+                bar.close()
+                stop.restore()
+            if stopped:
+                kept = "saved: the same command continues" if run.it else "there is nothing to save"
+                rt.log(f"stopped after iteration {run.it}, {kept}")
+                return 128 + (stop.signal or signal.SIGTERM)
+        if rt.rank == 0:
+            draw_loss(out_dir / "loss.png", {cfg.input_mode: [read_metrics(metrics_path(cfg))]})
+            text = sample(run.raw_model, load_encoding(run.spec), "", 100, seed=cfg.seed)
+            rt.log(f"a sample:\n{text}\n\nin {out_dir}: {CHECKPOINT}, metrics.jsonl, loss.png")
+            rt.log(f'next: python eval.py {quoted} --prompt="The function returns"')
     return 0
 
 

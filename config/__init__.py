@@ -11,6 +11,7 @@ behind it in the dataclass, so each fact about a setting is written once.
 import dataclasses
 import difflib
 import inspect
+import json
 import math
 import os
 import re
@@ -46,14 +47,16 @@ def convert(key: str, value: object, kind: type) -> object:
         try:
             if kind is float:
                 return float(value)
-            if isinstance(value, str) and re.fullmatch(r"[+-]?[\d_]+", value):
-                return int(value)  # not through float, which is exact only up to 2^53
-            if float(value) == int(float(value)):  # 1e3 is an integer too
-                return int(float(value))
+            # Not through float, which is exact only up to 2^53; but 1e3 is a whole number too.
+            whole = isinstance(value, int) or re.fullmatch(r"[+-]?[\d_]+", str(value))
+            number = int(value) if whole else float(value)
+            if number == int(number) and abs(number) < 2**63:
+                return int(number)
         except (TypeError, ValueError, OverflowError):
             pass
     names = {int: "a whole number", float: "a number", str: "text"}
-    raise ValueError(f"{key} must be {names[kind]}, got {value!r}")
+    limit = " (and below 2^63)" if kind is int and len(str(value)) > 18 else ""
+    raise ValueError(f"{key} must be {names[kind]}{limit}, got {value!r}")
 
 
 class Settings:
@@ -103,7 +106,7 @@ def read_config_file(path: str) -> dict:
         names = runpy.run_path(path)
     except FileNotFoundError as error:
         raise ValueError(f"config file {error.filename!r} does not exist; see config/") from None
-    except Exception as error:  # whatever goes wrong in a user's file is the user's to read
+    except (Exception, SystemExit) as error:  # whatever goes wrong in it is the user's to read
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     return {
         key: value
@@ -145,11 +148,21 @@ def help_text(cls: type, usage: str) -> str:
     return "\n".join(lines)
 
 
+def try_json(text: str):
+    """The content of a JSON text, or None if it is damaged, say by a kill."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def run_cli(main, program: str) -> None:
     """
-    Run main(argv) and leave with its exit status. What a user can cause (ValueError) or a disk
-    (OSError) becomes one sentence on stderr.
+    Run main(argv) and leave with its exit status. What a user can cause (ValueError), a disk
+    (OSError) or a lack of memory becomes one sentence on stderr.
     """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # either may be closed
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):  # any text can be shown, whatever the locale
         stream.reconfigure(errors="backslashreplace")
     try:
@@ -158,8 +171,17 @@ def run_cli(main, program: str) -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, OSError) as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(3)  # most mistakes are every rank's: the first one speaks, torchrun ends the rest
-        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(1)
+    except ValueError as error:
+        text = str(error)
+    except OSError as error:
+        text = str(error)
+        if error.filename is not None:
+            text = f"cannot use {error.filename}: {error.strerror}; check the path, its permissions and the disk"
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        text = f"not enough memory: lower batch_size or the model's sizes ({error})"
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(3)  # most mistakes are every rank's: the first one speaks, torchrun ends the rest
+    print(f"{program}: error: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(1)

@@ -7,8 +7,11 @@ What "auto" means is decided once, by pure functions that a table in tests/ hold
 import contextlib
 import os
 import shutil
+import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -130,3 +133,44 @@ def leave(rt: Runtime) -> None:
     """Part from the other processes."""
     if rt.world_size > 1:
         dist.destroy_process_group()
+
+
+# -------------------------------------------------------------------------------
+# folders that one process writes at a time
+
+
+def owner() -> str:
+    """Who this process is: "host-1234"."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def is_at_work(name: str) -> bool:
+    """Whether the process of that name, one of this machine, still runs."""
+    host, _, pid = name.rpartition("-")
+    if host != socket.gethostname() or not pid.isdigit() or os.name != "posix":
+        return False
+    try:
+        os.kill(int(pid), 0)  # asks, and sends nothing
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+@contextlib.contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Make a folder and hold it while the block runs. Raises ValueError if another process holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / "lock"
+    holder = lock.read_text(encoding="utf-8") if lock.exists() else ""
+    if holder != owner() and is_at_work(holder):
+        raise ValueError(
+            f"process {holder.rpartition('-')[2]} is at work in {folder}: wait for it, or choose another "
+            f"run_name (if it is something else, delete {lock})"
+        )
+    lock.write_text(owner(), encoding="utf-8")
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from config import try_json
 from config.machine import Runtime
 from model import GPT
 
@@ -196,7 +197,7 @@ def rows_of_file(task: Task, benchmark_dir: str) -> Iterator[tuple[str, dict]]:
         for i, line in enumerate(f, start=1):
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {i} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {i} is no JSON object")
@@ -362,14 +363,6 @@ def score_items(
     for i, key in zip(item_of, keys):
         results[i].append(known[key])
     return [[lp for lp, _ in r] for r in results], [[best for _, best in r] for r in results], n_cut
-
-
-def try_json(line: str):
-    """The line's content, or None if a kill cut it short."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
 
 
 def read_scores(cache: Path | None) -> dict:

@@ -4,7 +4,8 @@ Documents -> a dataset folder (its format is in shards.py), the same bytes on ev
     clean      no byte-order mark, line ends as \\n; empty documents are left out
     split      by a hash of the content: a document, and any copy of it, is on one side only
     tokenize   as ordinary text (a literal <|endoftext|> is text), then one end-of-text id each
-    write      into a hidden folder beside the target, which takes its name when all is on disk
+    write      into a hidden folder inside the target; files move to their place when all are on disk,
+               meta.json last
 
 So a killed run leaves nothing that could be mistaken for a dataset; run the command again.
 """
@@ -12,24 +13,27 @@ So a killed run leaves nothing that could be mistaken for a dataset; run the com
 import hashlib
 import json
 import os
+import re
+import shlex
 import shutil
-import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
 
-from config import Settings
+from config import Settings, try_json
+from config.machine import is_at_work, owner
 from data import shards, tokenizers
 
 SHARD_TOKENS = 100_000_000  # a file is closed after the document that reaches this
 BATCH_BYTES = 4_000_000     # text that is tokenized at a time: bounds the memory
 BPE_BYTES = 50_000_000      # text that a trained tokenizer looks at
+OURS = r"(train|val)_\d+\.bin|meta\.json|tiktoken\.json|\.partial-"  # names in a dataset's folder
 
 
 @dataclass
@@ -128,85 +132,108 @@ def take(documents: Iterator[str], n_bytes: int) -> Iterator[str]:
             return
 
 
+def command_of(module: str, cfg: PrepareConfig) -> str:
+    """The command line that makes this dataset again."""
+    changed = [f for f in fields(cfg) if getattr(cfg, f.name) != f.default and f.name != "threads"]
+    return shlex.join(["python", "-m", module, *(f"--{f.name}={getattr(cfg, f.name)}" for f in changed)])
+
+
+def is_intact(folder: Path) -> bool:
+    try:
+        meta = shards.read_meta(folder)
+        for file in meta["files"]:
+            shards.check_size(folder / file["name"], file["tokens"], "")
+    except ValueError:
+        return False
+    return True
+
+
 def prepare(
     cfg: PrepareConfig, corpus: Callable[[], Iterable[str]], source: str, command: str
 ) -> Path:
     """
     Write the dataset of a corpus, a function that returns its documents anew at each call, and
-    return the folder. One that is there already is kept if it was made the same way, else refused.
+    return the folder. One that is there already is kept if it was made the same way and is intact,
+    made anew if it is damaged, and refused if it is another.
     """
     folder = Path(cfg.data_dir)
     seen = survey(corpus(), cfg.val_fraction)
     wish = {"digest": seen["digest"], "tokenizer": cfg.tokenizer, "vocab_size": cfg.vocab_size,
             "val_fraction": cfg.val_fraction}  # fmt: skip
     if (folder / "meta.json").exists():
-        meta = shards.read_meta(folder)
-        if meta.get("wish") == wish:
+        meta = try_json((folder / "meta.json").read_text(encoding="utf-8")) or {}
+        if meta.get("wish", wish) != wish:
+            raise ValueError(
+                f"{folder} holds another dataset ({meta.get('tokenizer')} from {meta.get('source')}): "
+                "delete it, or choose another --data_dir"
+            )
+        if is_intact(folder):
             print(f"{folder} is there already; delete it to prepare it again")
             return folder
-        raise ValueError(
-            f"{folder} holds another dataset ({meta['tokenizer']} from {meta.get('source')}): "
-            "delete it, or choose another --data_dir"
-        )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    foreign = [p.name for p in folder.iterdir() if not re.match(OURS, p.name)] if folder.is_dir() else []
+    if foreign or (folder.exists() and not folder.is_dir()):
         raise ValueError(f"{folder} is in the way: it is no dataset; choose another --data_dir")
-
-    def documents(val: bool) -> Iterator[str]:
-        return (t for t in corpus() if (content_hash(t) <= seen["last_val"]) == val)
-
-    n_bytes = seen["bytes"]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder.parent).free
-    if n_bytes > free:  # 2 bytes a token, and a token stands for 2 bytes or more on average
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if seen["bytes"] > free:  # 2 bytes a token, and a token stands for 2 bytes or more on average
         raise ValueError(
-            f"{folder} needs up to {n_bytes / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free: "
+            f"{folder} needs up to {seen['bytes'] / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free: "
             "free some, or choose another --data_dir"
         )
     remove_leftovers(folder)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as name:
-        partial = Path(name) / folder.name
-        partial.mkdir()
-        if cfg.tokenizer == "bpe":
-            print(f"training a tokenizer of {cfg.vocab_size} tokens")
-            words = tokenizers.count_words(take(documents(val=False), BPE_BYTES))
-            spec = tokenizers.bpe_spec(words, cfg.vocab_size)
-        else:
-            spec = tokenizers.gpt2_spec()
-        encoding = tokenizers.load_encoding(spec)
-        write_file(partial / tokenizers.FILE_NAME, tokenizers.spec_bytes(spec))
-        files = []
-        with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar:
-            for split in ("train", "val"):
-                threads = cfg.threads or os.cpu_count() or 1
-                files += write_split(
-                    partial, split, documents(split == "val"), encoding, threads, bar
-                )
-        meta = {
-            "tokenizer": spec["name"],
-            "tokenizer_sha256": tokenizers.digest(spec),
-            "vocab_size": encoding.n_vocab,
-            "eot_id": encoding.eot_token,
-            "source": source,
-            "command": command,
-            "wish": wish,
-            "files": files,
-        }
+    partial = folder / f".partial-{owner()}"
+    partial.mkdir()
+    try:
+        meta = {"source": source, "command": command, "wish": wish}
+        meta |= write_dataset(partial, cfg, corpus, seen)
+        # The same bytes whoever writes them: another process may do so at the same time.
+        for name in [tokenizers.FILE_NAME, *(file["name"] for file in meta["files"])]:
+            os.replace(partial / name, folder / name)
         write_file(partial / "meta.json", json.dumps(meta, indent=2).encode())
-        if folder.exists():
-            folder.rmdir()  # an empty one
-        try:
-            partial.rename(folder)
-        except OSError:
-            shards.read_meta(folder)  # another process was faster with the same bytes
+        os.replace(partial / "meta.json", folder / "meta.json")
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
     for split in ("train", "val"):
-        entries = [file for file in files if file["name"].startswith(split)]
+        entries = [file for file in meta["files"] if file["name"].startswith(split)]
         tokens, docs = (sum(file[key] for file in entries) for key in ("tokens", "documents"))
         print(f"{folder}: {split:5} {tokens:>12,} tokens in {docs:,} documents")
     return folder
 
 
-def remove_leftovers(folder: Path, age_s: float = 3600) -> None:
-    """What killed runs left behind. Younger folders may belong to a run that is at work."""
-    for path in folder.parent.glob(f".{folder.name}.*"):
-        if time.time() - path.stat().st_mtime > age_s:
+def write_dataset(folder: Path, cfg: PrepareConfig, corpus: Callable, seen: dict) -> dict:
+    """The tokenizer and both splits into a folder; what meta.json says of them."""
+
+    def documents(val: bool) -> Iterator[str]:
+        return (t for t in corpus() if (content_hash(t) <= seen["last_val"]) == val)
+
+    if cfg.tokenizer == "bpe":
+        print(f"training a tokenizer of {cfg.vocab_size} tokens")
+        words = tokenizers.count_words(take(documents(val=False), BPE_BYTES))
+        spec = tokenizers.bpe_spec(words, cfg.vocab_size)
+    else:
+        spec = tokenizers.gpt2_spec()
+    encoding = tokenizers.load_encoding(spec)
+    write_file(folder / tokenizers.FILE_NAME, tokenizers.spec_bytes(spec))
+    files, threads = [], cfg.threads or os.cpu_count() or 1
+    with tqdm(total=seen["bytes"], unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar:
+        for split in ("train", "val"):
+            files += write_split(folder, split, documents(split == "val"), encoding, threads, bar)
+    return {
+        "tokenizer": spec["name"],
+        "tokenizer_sha256": tokenizers.digest(spec),
+        "vocab_size": encoding.n_vocab,
+        "eot_id": encoding.eot_token,
+        "files": files,
+    }
+
+
+def remove_leftovers(folder: Path, age_s: float = 24 * 3600) -> None:
+    """What killed runs left behind: those of this machine at once, others when they are old."""
+    for path in folder.glob(".partial-*"):
+        name = path.name.removeprefix(".partial-")
+        here = name.rpartition("-")[0] == owner().rpartition("-")[0]
+        newest = max(p.stat().st_mtime for p in [path, *path.rglob("*")])
+        if (here and not is_at_work(name)) or time.time() - newest > age_s:
             shutil.rmtree(path, ignore_errors=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config import help_text, load_config, run_cli, split_args
-from data.prepare import PrepareConfig, clean, prepare
+from data.prepare import PrepareConfig, clean, command_of, prepare
 
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
 
@@ -90,8 +90,8 @@ def main(argv: list[str]) -> None:
 def prepare_pydocs(cfg: PydocsConfig) -> Path:
     """Also what train.py calls when the default corpus is missing."""
     texts = list(documents())
-    command = f"python -m data.pydocs --vocab_size={cfg.vocab_size} --data_dir={cfg.data_dir}"
-    return prepare(cfg, lambda: texts, f"pydocs of Python {platform.python_version()}", command)
+    source = f"pydocs of Python {platform.python_version()}"
+    return prepare(cfg, lambda: texts, source, command_of("data.pydocs", cfg))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ Then: python train.py config/canonical_toy.py --data_dir=data/text --run_name=te
 
 import codecs
 import json
+import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from config import help_text, load_config, run_cli, split_args
-from data.prepare import PrepareConfig, clean, prepare
+from data.prepare import PrepareConfig, clean, command_of, prepare
 
 PART = 16384  # characters
 
@@ -30,23 +31,31 @@ PART = 16384  # characters
 class TextConfig(PrepareConfig):
     data_dir: str = "data/text"  # folder to write
     input: str = ""              # file or folder to read; more may follow, separated by spaces
-    errors: Literal["strict", "replace"] = "strict"  # bytes that are no UTF-8: stop, or write U+FFFD
+    errors: Literal["strict", "replace"] = "strict"  # on bytes that are no UTF-8: stop, or write a replacement character
 
 
 def list_files(inputs: list[str]) -> list[Path]:
-    """The files that the inputs stand for. Raises ValueError if one is missing or empty of files."""
+    """The files that the inputs stand for; links to folders are not followed. Raises ValueError."""
     files = []
     for name in inputs:
-        path = Path(name)
-        if not path.exists():
-            raise ValueError(f"input {name} does not exist")
-        below = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        if path.is_dir():
-            below = [p for p in below if not any(part[0] == "." for part in p.relative_to(path).parts)]
+        if os.path.isfile(name):
+            files.append(Path(name))
+            continue
+        if not os.path.isdir(name):
+            what = "is neither a file nor a folder" if os.path.exists(name) else "does not exist"
+            raise ValueError(f"input {name} {what}: name a text file, a JSONL file or a folder of them")
+        below = []
+        for folder, subfolders, names in os.walk(name, onerror=fail):
+            subfolders[:] = [sub for sub in subfolders if sub[0] != "."]
+            below += [Path(folder, n) for n in names if n[0] != "." and os.path.isfile(Path(folder, n))]
         if not below:
-            raise ValueError(f"input {name} is a folder without files")
-        files += below
+            raise ValueError(f"input {name} has no files (hidden ones and links to folders do not count)")
+        files += sorted(below)
     return files
+
+
+def fail(error: OSError) -> None:
+    raise error
 
 
 def find_bad_byte(path: Path) -> tuple[int, int]:
@@ -86,7 +95,7 @@ def read_jsonl(f, path: Path, errors: str) -> Iterator[str]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {i} is not JSON: {error}") from error
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
             has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
@@ -126,9 +135,7 @@ def main(argv: list[str]) -> None:
     if not inputs:
         raise ValueError("name what to read: python -m data.text --input=PATH")
     files = list_files(inputs)
-    command = f"python -m data.text {shlex.join(f'--{key}={text}' for key, text in given.items())}"
-    if more:
-        command += f" {shlex.join(more)}"
+    command = " ".join([command_of("data.text", cfg), *map(shlex.quote, more)])
     prepare(cfg, lambda: documents(files, cfg.errors), ", ".join(inputs), command)
 
 

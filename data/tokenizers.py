@@ -21,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from config import try_json
+
 END_OF_TEXT = "<|endoftext|>"
 FILE_NAME = "tiktoken.json"
 
@@ -118,7 +120,8 @@ def bpe_spec(words: Counter, vocab_size: int) -> dict:
     tokens = train_bpe(words, vocab_size - 1)
     if len(tokens) < vocab_size - 1:
         raise ValueError(
-            f"this text has only enough words for vocab_size={len(tokens) + 1}, got {vocab_size}"
+            f"this text has only enough words for vocab_size={len(tokens) + 1}, got {vocab_size}: lower "
+            "vocab_size, or use more text"
         )
     return make_spec(f"bpe-{vocab_size}", PATTERN, tokens)
 
@@ -159,12 +162,13 @@ def digest(spec: dict) -> str:
 
 def read_spec(folder: str | Path) -> dict:
     path = Path(folder) / FILE_NAME
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: prepare the dataset again") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): prepare the dataset again") from None
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: copy it from the dataset, or prepare the dataset again")
+    spec = try_json(path.read_text(encoding="utf-8"))
+    keys = {"name", "pat_str", "special_tokens", "mergeable_ranks"}
+    if not isinstance(spec, dict) or keys - set(spec):
+        raise ValueError(f"{path} is damaged: copy it from the dataset, or prepare the dataset again")
+    return spec
 
 
 def load_encoding(spec: dict):

@@ -1,14 +1,10 @@
 """data/benchmarks.py: what is asked, how rows are packed, and the metrics, by hand."""
 
-import copy
 import json
 import math
 import os
-import signal
 import statistics
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +12,7 @@ import torch
 
 import eval as eval_module
 from config.machine import Choice, Runtime
-from conftest import ROOT, TINY, assert_clean_error, make_model, run
+from conftest import TINY, assert_clean_error, make_model, run
 from data.benchmarks import (
     TASKS,
     Item,
@@ -27,7 +23,6 @@ from data.benchmarks import (
     pair_to_ids,
     read_items,
     score_batch,
-    score_items,
     task_metrics,
 )
 from data.tokenizers import load_encoding, read_spec

@@ -155,7 +155,9 @@ def test_recodings_are_all_different():
         (dict(n_bits=15), "code_bits must be 0 or from 16"),
         (dict(input_mode="binary"), "must be canonical or gf2, got 'binary'"),
         (dict(symbols="0/1"), "01 or pm1"),
-        (dict(scale=0.0), "above 0"),
+        (dict(scale=0.0), "above 0 and at most 1e6"),
+        (dict(scale=1e300), "above 0 and at most 1e6"),
+        (dict(recodings=100_000), "multiple of 1600000"),
         (dict(recodings=0), "code_recodings must be from 1"),
         (dict(vocab_size=4, n_embd=14, recodings=7), "from 1 to 6 for 2 bits, got 7"),
     ],
@@ -206,5 +208,6 @@ def test_running_codes_prints_the_way_of_a_token_and_draws(tmp_path):
     by_hand = "".join(str((int(row[0]) + int(row[2])) % 2) for row in A)  # the bits of 5 are 0 and 2
     assert f"gf2        code {by_hand}" in result.stdout
     assert (tmp_path / "out" / "codes.png").stat().st_size > 10_000
+    assert "follows tokens" in run("codes.py", "--help").stdout
     assert_clean_error(run("codes.py", "five"), "a token id must be a whole number, got 'five'")
     assert_clean_error(run("codes.py", "50000"), "token ids go from 0 to 49151, got 50000")

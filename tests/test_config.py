@@ -48,10 +48,12 @@ def test_large_whole_numbers_stay_exact():
         ("--learning_rate=nan", "learning_rate must be finite"),
         ("--learning_rate=fast", "learning_rate must be a number, got 'fast'"),
         ("--max_iters=inf", "max_iters must be a whole number"),
+        ("--seed=100000000000000000000", "seed must be a whole number (and below 2^63)"),
+        ("--max_iters=1" + "0" * 400, "max_iters must be a whole number (and below 2^63)"),
+        ("--rope_theta=1e-300", "rope_theta must be at least 1"),
         ("--run_name=a/b", "run_name must be the name of a folder"),
         ("--beta2=1", "beta1 and beta2 must be below 1"),
         ("--n_embd=100", "n_embd must be a multiple of 2 x n_head = 64"),
-        ("--code_scale=0", "code_scale must be above 0"),
         ("--eval_interval=-5", "eval_interval must be at least 0"),
     ],
 )
@@ -71,6 +73,7 @@ def test_a_wrong_setting_is_named_with_the_remedy(arg, message):
         ("run_name = 3", "run_name must be text, got 3"),
         ("n_layer = = 2", "SyntaxError"),
         ("n_layer = two", "NameError"),
+        ("import sys; sys.exit(0)", "SystemExit"),
         ("from config.no_such import *", "no_such"),
     ],
 )

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,8 +29,9 @@ from data.tokenizers import load_encoding, read_spec
 def write_dataset(folder: Path, files: dict[str, list[int]], vocab_size: int = 512) -> Path:
     """A dataset written by hand, file by file, with any tokenizer file beside it."""
     folder.mkdir(parents=True)
-    (folder / "tiktoken.json").write_text('{\n"name": "by hand"\n}')
-    digest = hashlib.sha256(b'{\n"name": "by hand"\n}').hexdigest()
+    spec = '{\n"name": "by hand",\n"pat_str": "x",\n"special_tokens": {},\n"mergeable_ranks": []\n}'
+    (folder / "tiktoken.json").write_text(spec)
+    digest = hashlib.sha256(spec.encode()).hexdigest()
     entries = []
     for name, ids in files.items():
         np.array(ids, dtype="<u2").tofile(folder / name)
@@ -152,7 +155,8 @@ def damage_json(folder):
 
 
 def damage_tokenizer(folder):
-    (folder / "tiktoken.json").write_text('{"name": "another"}')
+    text = (folder / "tiktoken.json").read_text()
+    (folder / "tiktoken.json").write_text(text.replace("by hand", "another"))
 
 
 def damage_no_tokenizer(folder):
@@ -303,7 +307,7 @@ def test_a_stray_byte_is_named_or_replaced(folder, tmp_path):
     (folder / "stray.txt").write_bytes("é".encode() * 600_000 + b"don\x92t")
     result = prepare_text(folder, tmp_path / "out")
     assert_clean_error(result, "stray.txt", "0x92", "offset 1200003", "--errors=replace")
-    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+    assert not (tmp_path / "out").exists()
     assert prepare_text(folder, tmp_path / "out", "--errors=replace").returncode == 0
     both = read_documents(tmp_path / "out", "train") + read_documents(tmp_path / "out", "val")
     assert any("don\ufffdt" in t for t in both)
@@ -314,6 +318,7 @@ def test_a_stray_byte_is_named_or_replaced(folder, tmp_path):
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', ["a.jsonl, line 2", "not JSON"]),
         ("a.jsonl", b'{"content": "x", "id": 3}\n', ["a.jsonl, line 1", "no text field", "content, id"]),
+        ("a.jsonl", b"[" * 200_000, ["line 1", "not JSON"]),
         ("a.jsonl", b'{"text": 3}\n', ["line 1", "no text field"]),
         ("a.jsonl", b'{"text": "\\ud800"}\n', ["line 1", "surrogate", "--errors=replace"]),
         ("a.txt", b"short", ["found 1 different documents", "at least two"]),
@@ -329,6 +334,10 @@ def test_input_that_cannot_be_is_named(tmp_path, name, content, words):
 def test_other_mistakes_of_preparing_are_named(folder, tmp_path):
     assert_clean_error(run("-m", "data.text"), "--input=PATH")
     assert_clean_error(run("-m", "data.text", "--input=no/such"), "no/such does not exist")
+    assert_clean_error(run("-m", "data.text", "--input=/dev/zero"), "neither a file nor a folder")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "to").symlink_to(folder)
+    assert_clean_error(run("-m", "data.text", f"--input={tmp_path / 'links'}"), "has no files")
     assert_clean_error(prepare_text(folder, tmp_path / "o", "--vocab_size=70000"), "from 257 to 65536")
     assert_clean_error(prepare_text(folder, tmp_path / "o", "--vocab_size=30000"), "only enough words for")
     assert_clean_error(prepare_text(folder, tmp_path / "o", "--val_fraction=1"), "between 0 and 1")
@@ -346,32 +355,76 @@ def test_a_full_disk_is_noticed_first(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_module.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ValueError, match="of disk, 0.0 GB are free"):
         prepare(PrepareConfig(data_dir=str(tmp_path / "d"), vocab_size=300), lambda: texts(99), "", "")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("d/*")) == []
+
+
+def start_text(folder: Path, out: Path, *args: str) -> subprocess.Popen:
+    args = [f"--input={folder}", f"--data_dir={out}", "--vocab_size=300", *args]
+    return subprocess.Popen([sys.executable, "-m", "data.text", *args], cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 def test_killed_and_run_again_gives_the_same_bytes(folder, tmp_path):
+    (folder / "large.txt").write_text("\n\n".join(texts(3000)))
     prepare_text(folder, tmp_path / "a")
-    args = [sys.executable, "-m", "data.text", f"--input={folder}", f"--data_dir={tmp_path / 'b'}",
-            "--vocab_size=300"]  # fmt: skip
+    kills = 0
     for _ in range(3):
-        process = subprocess.Popen(args, cwd=ROOT, stdout=subprocess.DEVNULL)
-        while process.poll() is None and not list(tmp_path.glob(".b.*/b/*.bin")):
+        process = start_text(folder, tmp_path / "b")
+        while process.poll() is None and not list(tmp_path.glob("b/.partial-*/*.bin")):
             time.sleep(0.001)
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
+            kills += 1
         process.wait()
-        if (tmp_path / "b").exists():
+        if (tmp_path / "b" / "meta.json").exists():
             break  # it was faster than the kill
-    prepare_text(folder, tmp_path / "b")
+    assert prepare_text(folder, tmp_path / "b").returncode == 0
+    assert kills > 0 and contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_two_processes_at_once_give_the_same_bytes(folder, tmp_path):
+    (folder / "large.txt").write_text("\n\n".join(texts(3000)))
+    both = [start_text(folder, tmp_path / "b", f"--threads={n}") for n in (1, 2)]
+    assert [process.wait() for process in both] == [0, 0]
+    prepare_text(folder, tmp_path / "a")
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
-def test_leftovers_of_killed_runs_are_removed_when_they_are_old(tmp_path):
-    for name, age in ((".d.old", 7200), (".d.new", 0)):
-        (tmp_path / name).mkdir()
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
-    prepare(PrepareConfig(data_dir=str(tmp_path / "d"), vocab_size=300), lambda: texts(99), "", "")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".d.new", "d"]
+def test_leftovers_of_killed_runs_go_and_nothing_else_does(tmp_path):
+    cfg, host = PrepareConfig(data_dir=str(tmp_path / "d"), vocab_size=300), socket.gethostname()
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    names = {f".partial-{host}-{process.pid}": 0, f".partial-{host}-{os.getppid()}": 0,
+             ".partial-elsewhere-1": 0, ".partial-elsewhere-2": 48 * 3600}  # fmt: skip
+    for name, age in names.items():
+        (tmp_path / "d" / name).mkdir(parents=True)
+        os.utime(tmp_path / "d" / name, (time.time() - age,) * 2)
+    (tmp_path / ".d.mine").mkdir()  # a folder of the user's beside it
+    os.utime(tmp_path / ".d.mine", (0, 0))
+    prepare(cfg, lambda: texts(99), "", "")
+    left = {p.name for p in (tmp_path / "d").iterdir() if p.is_dir()}
+    assert left == {f".partial-{host}-{os.getppid()}", ".partial-elsewhere-1"}
+    assert (tmp_path / ".d.mine").exists()
+
+
+def test_a_link_to_a_folder_can_be_the_target(folder, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert prepare_text(folder, tmp_path / "link").returncode == 0
+    assert (tmp_path / "real" / "meta.json").exists() and (tmp_path / "link").is_symlink()
+
+
+def test_the_command_of_a_damaged_dataset_makes_it_whole(folder, tmp_path):
+    out = tmp_path / "my data"
+    assert prepare_text(folder, out, "--val_fraction=0.2").returncode == 0
+    before = contents(out)
+    with open(out / "train_00000.bin", "r+b") as f:
+        f.truncate(100)
+    with pytest.raises(ValueError) as caught:
+        Shards(out, "train", 300, 8)
+    command = str(caught.value).split("`")[1]
+    assert shlex.split(command)[:3] == ["python", "-m", "data.text"]
+    assert run(*shlex.split(command)[1:]).returncode == 0
+    assert contents(out) == before
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):

@@ -155,6 +155,31 @@ def test_runs_of_other_settings_do_not_share_a_line(capsys):
     assert "2.500 ± 0.707" in rows[1]
 
 
+def test_a_run_counts_once_and_other_data_is_another_line(runs, tmp_path, capsys):
+    from data.prepare import PrepareConfig, prepare
+
+    name = f"{runs}/canonical_1"
+    other = [f"something else altogether, number {i}, " * 20 + str(i**3) for i in range(300)]
+    prepare(PrepareConfig(data_dir=str(tmp_path / "d"), vocab_size=512), lambda: other, "", "")
+    tiny = str(ROOT / "config" / "tiny.py")
+    train([tiny, f"--data_dir={tmp_path}/d", f"--out_dir={tmp_path}/other", "--seed=2"])
+    capsys.readouterr()
+    main([name, name, f"{runs}/../{runs.name}/canonical_1", f"{tmp_path}/other", f"--out_dir={tmp_path}"])
+    rows = [line.split("|")[1:3] for line in capsys.readouterr().out.splitlines() if "| canonical" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [["canonical", "1"]] * 2
+
+
+def test_a_dataset_that_has_moved_is_named_by_data_dir(runs, dataset, tmp_path):
+    saved = load_checkpoint(runs / "learned_1")
+    saved["config"]["data_dir"] = "gone/away"
+    (tmp_path / "run").mkdir()
+    torch.save(saved, tmp_path / "run" / "ckpt.pt")
+    with pytest.raises(ValueError, match="gone/away, is not there: say where with --data_dir"):
+        evaluate_run(str(tmp_path / "run"), EvalConfig(), RT)
+    moved = evaluate_run(str(tmp_path / "run"), EvalConfig(data_dir=str(dataset)), RT)
+    assert moved["loss"] == evaluate_run(str(runs / "learned_1"), EvalConfig(), RT)["loss"]
+
+
 def test_names_of_arms_tell_what_is_not_the_papers():
     paper = {"code_bits": 0, "code_symbols": "01", "code_scale": 1.0, "code_shift": False,
              "code_recodings": 1}  # fmt: skip

@@ -277,6 +277,12 @@ def test_sampling_refuses_nonsense(bad):
         make_model().generate(IDS[:, :0], 1)
 
 
+def test_a_temperature_near_zero_is_greedy():
+    model = trained_a_little()
+    greedy = model.generate(IDS, 10, temperature=0)
+    assert torch.equal(model.generate(IDS, 10, temperature=1e-40), greedy)
+
+
 def test_too_long_an_input_is_refused():
     with pytest.raises(ValueError, match="33 tokens do not fit in block_size=32"):
         make_model()(torch.zeros(1, 33, dtype=torch.long))

@@ -215,6 +215,7 @@ def test_a_run_leaves_what_it_should(tiny_argv, tmp_path, capsys):
     assert not [key for key in saved["model"] if "_orig_mod" in key or key.startswith("module.")]
     # the same command again: nothing to do, nothing changed
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    (folder / "loss.png").unlink()  # as if killed before the end
     assert main(tiny_argv()) == 0 and "is finished (20 iterations" in capsys.readouterr().out
     assert before == {p.name: p.read_bytes() for p in folder.iterdir()}
 
@@ -457,6 +458,49 @@ def test_the_toy_runs_without_a_warning_display_or_second_core(tiny_argv):
     result = run("-W", "error", "train.py", *tiny_argv(), **env)
     assert result.returncode == 0 and result.stderr == "", result.stderr
     assert "iter 20: validation loss" in result.stdout
+
+
+def test_a_folder_is_one_runs_at_a_time(tiny_argv, tmp_path):
+    process = start(tiny_argv("run", *LONG))
+    wait_for_row(tmp_path / "run", 2, process)
+    with pytest.raises(ValueError, match=f"process {process.pid} is at work in .*another run_name"):
+        main(tiny_argv("run", *LONG))
+    process.kill()
+    process.communicate()
+    assert (tmp_path / "run" / "lock").exists()  # a killed run's lock does not hold
+    assert main(tiny_argv("run", *LONG, "--max_iters=12")) == 0
+    assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_ranks_that_see_different_checkpoints_are_refused(tiny_argv, tmp_path, dataset):
+    main(tiny_argv("run", "--batch_size=2"))
+    script = tmp_path / "two_disks.py"
+    script.write_text(f"""
+import os, sys; sys.path.insert(0, {str(ROOT)!r})
+from config import run_cli
+import train
+argv = {tiny_argv("run", "--batch_size=2", "--max_iters=30")!r}
+if os.environ["RANK"] == "1":
+    argv[2] = "--out_dir={tmp_path}/elsewhere"
+sys.argv = ["train.py", *argv]
+run_cli(train.main, "train.py")
+""")
+    result = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script), timeout=60)
+    assert "different checkpoints in" in result.stderr and "share" in result.stderr, result.stderr[-2000:]
+
+
+def test_too_large_a_model_and_a_file_in_the_way_are_clean_errors(tiny_argv, tmp_path):
+    huge = run("train.py", *tiny_argv("run", "--n_inner=1000000000000"))
+    assert_clean_error(huge, "not enough memory: lower batch_size or the model's sizes")
+    (tmp_path / "file").write_text("mine")
+    assert_clean_error(run("train.py", *tiny_argv("file")), "cannot use", "file", "check the path")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_closed_output_is_no_reason_to_stop(tiny_argv, tmp_path):
+    command = f"{sys.executable} train.py {' '.join(tiny_argv())} >&- 2>&-"
+    assert subprocess.run(command, shell=True, cwd=ROOT).returncode == 0
+    assert load_checkpoint(tmp_path / "run")["iter"] == 20
 
 
 def test_a_device_that_is_not_there_is_a_clean_error(tiny_argv, tmp_path):
