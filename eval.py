@@ -35,7 +35,7 @@ from config import Settings, help_text, load_config, run_cli, split_args, try_js
 from config.machine import Runtime, leave, setup_runtime
 from data.benchmarks import PAPER, Task, find_tasks, read_items, score_items, task_metrics
 from data.bigram import bigram_losses, counted_tokens
-from data.hugging_face import export
+from data.hugging_face import export, model_card
 from data.shards import Shards
 from data.tokenizers import digest, load_encoding, read_spec, token_lengths
 from model import CHECKPOINT, GPT, build_model, load_checkpoint
@@ -329,8 +329,7 @@ def print_tasks(results: list[dict], tasks: list[Task]) -> None:
 
 def draw_tasks(path: Path, results: list[dict], tasks: list[Task]) -> None:
     """tasks.png: each task's first metric with error bars, an arm a colour, and what guessing gives."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(2 + 1.4 * len(tasks), 4.5), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(2 + 1.4 * len(tasks), 4.5), layout="constrained")
     groups = grouped(results)
     width = 0.8 / len(groups)
     for i, runs in enumerate(groups):
@@ -345,9 +344,7 @@ def draw_tasks(path: Path, results: list[dict], tasks: list[Task]) -> None:
     axis.set_xticks(range(len(tasks)), labels)
     axis.set(ylabel="percent", ylim=(0, None))
     axis.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def read_metrics(path: str | Path) -> list[dict]:
@@ -407,19 +404,16 @@ def plot_training(axis, curves: dict[str, list[list[dict]]]) -> None:
     axis.legend()
 
 
-def draw_loss(path: str | Path, curves: dict[str, list[list[dict]]]) -> None:
+def draw_loss(path: Path, curves: dict[str, list[list[dict]]]) -> None:
     """loss.png of a run."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(7, 4.5), layout="constrained")
     plot_training(axis, curves)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def draw_comparison(path: Path, results: list[dict]) -> None:
     """compare.png: training curves, and the loss by how often the input token was seen."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     arms = defaultdict(list)
     for result in results:
         arms[result["arm"]].append(result)
@@ -436,9 +430,7 @@ def draw_comparison(path: Path, results: list[dict]) -> None:
               ylabel="validation loss of the next token (nats)")  # fmt: skip
     right.grid(alpha=0.3)
     right.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def pyplot():
@@ -449,6 +441,13 @@ def pyplot():
     import matplotlib.pyplot as plt
 
     return plt
+
+
+def save_figure(figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot().close(figure)
+    print(f"drawn: {path}")
 
 
 # -------------------------------------------------------------------------------
@@ -464,28 +463,6 @@ def run_spec(run_dir: str, saved: dict) -> dict:
             f"checkpoint is another ({spec.get('name')}): copy the right one from the dataset"
         )
     return spec
-
-
-def model_card(run_dir: str, saved: dict) -> str:
-    """What the model is, how its input was made, on what it was trained and how well it does."""
-    config, scores = saved["config"], read_eval(run_dir, saved)
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", "",
-             f"# {arm_name(config)}, {saved['iter'] * config['tokens_per_iter']:,} training tokens", ""]  # fmt: skip
-    if config["input_mode"] == "learned":
-        lines.append("The input is a learned table.")
-    else:
-        lines.append("The input is a fixed code of the token id; it was never trained and is written out as "
-                     "`embed_tokens`.")  # fmt: skip
-    lines += ["", f"Data: {config['data_dir']}, tokenizer {saved['data']['tokenizer']}.", "", "| setting | value |",
-              "|---|---|", *(f"| {key} | {value} |" for key, value in config.items())]  # fmt: skip
-    lines += ["", "| measure | value |", "|---|---|"]
-    if "loss" in scores:
-        lines += [f"| validation {key} | {scores[key]:.4f} |" for key in ("loss", "bits_per_byte")]
-    for task, result in scores.get("tasks", {}).items():
-        note = f" (first {result['n']} items only)" if result["limited"] else ""
-        lines += [f"| {task} {key}{note} | {result[key]:.4f} |" for key in ("acc", "acc_norm", "perplexity")
-                  if key in result]  # fmt: skip
-    return "\n".join(lines) + "\n"
 
 
 def print_samples(run_dir: str, cfg: EvalConfig, rt: Runtime) -> None:
@@ -518,7 +495,7 @@ def main(argv: list[str]) -> None:
             if len(runs) > 1:
                 raise ValueError(f"export takes one run at a time, got {len(runs)}")
             saved = load_checkpoint(runs[0])
-            card = model_card(runs[0], saved)
+            card = model_card(arm_name(saved["config"]), saved, read_eval(runs[0], saved))
             export(build_model(saved), run_spec(runs[0], saved), card, cfg.export)
             print(f"exported: {cfg.export}, for transformers' AutoModelForCausalLM and AutoTokenizer")
         elif tasks:

@@ -45,6 +45,7 @@ from eval import UNCOUNTED, draw_loss, read_metrics, sample, validate, write_tex
 from model import CHECKPOINT, GPT, GPTConfig, load_checkpoint, load_weights
 
 DEFAULT_DATA = "data/pydocs"
+METRICS = "metrics.jsonl"
 
 
 @dataclass
@@ -212,14 +213,6 @@ class Run:
         return self.it == self.cfg.max_iters or (interval > 0 and self.it % interval == 0)
 
 
-def checkpoint_path(cfg: TrainConfig) -> Path:
-    return Path(cfg.out_dir) / CHECKPOINT
-
-
-def metrics_path(cfg: TrainConfig) -> Path:
-    return Path(cfg.out_dir) / "metrics.jsonl"
-
-
 def data_identity(data: Shards) -> dict:
     """What makes two datasets the same for a run: the tokenizer and the size of every file."""
     return {
@@ -235,7 +228,7 @@ def save(run: Run) -> None:
     Raises ValueError if a number in it is not finite, so that a good one is never replaced by a bad.
     All ranks hold the same weights; the first one writes.
     """
-    t0, path = time.perf_counter(), checkpoint_path(run.cfg)
+    t0, path = time.perf_counter(), Path(run.cfg.out_dir) / CHECKPOINT
     saved = {
         "model": run.raw_model.state_dict(),
         "optimizer": run.optimizer.state_dict(),
@@ -269,7 +262,7 @@ def save(run: Run) -> None:
 
 def find_checkpoint(cfg: TrainConfig, data: Shards, rt: Runtime) -> dict | None:
     """The checkpoint to continue from. Raises ValueError if out_dir holds another run."""
-    saved = load_checkpoint(cfg.out_dir) if checkpoint_path(cfg).exists() else None
+    saved = load_checkpoint(cfg.out_dir) if Path(cfg.out_dir, CHECKPOINT).exists() else None
     steps = set(rt.gather([saved["iter"] if saved else 0]))
     if len(steps) > 1:
         raise ValueError(
@@ -422,7 +415,7 @@ def loop(run: Run, stop: Stop, bar: tqdm) -> bool:
             evaluate(run, stop)
         stopping = rt.any(stop.signal)
         if run.row and rt.rank == 0:
-            with open(metrics_path(cfg), "a", encoding="utf-8") as f:
+            with open(Path(cfg.out_dir, METRICS), "a", encoding="utf-8") as f:
                 f.write(json.dumps(run.row) + "\n")
 
         # end
@@ -455,12 +448,12 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
     run = set_up(cfg, rt)
     out_dir, quoted = Path(cfg.out_dir), shlex.quote(cfg.out_dir)
     with claim(out_dir) if rt.rank == 0 else contextlib.nullcontext():
-        last = (read_metrics(metrics_path(cfg)) or [{}])[-1]
+        last = (read_metrics(out_dir / METRICS) or [{}])[-1]
         if run.it >= cfg.max_iters and "val_loss" in last:
             rt.log(f"{out_dir} is finished ({run.it} iterations, validation loss {last['val_loss']:.4f})")
         else:
             if rt.rank == 0:
-                cut_metrics(metrics_path(cfg), run.it)
+                cut_metrics(out_dir / METRICS, run.it)
                 shutil.copy(Path(cfg.data_dir) / TOKENIZER_FILE, out_dir)
                 write_text(out_dir / "config.json", json.dumps(asdict(cfg), indent=2))
             print_header(run)
@@ -477,9 +470,9 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
                 rt.log(f"stopped after iteration {run.it}, {kept}")
                 return 128 + (stop.signal or signal.SIGTERM)
         if rt.rank == 0:
-            draw_loss(out_dir / "loss.png", {cfg.input_mode: [read_metrics(metrics_path(cfg))]})
+            draw_loss(out_dir / "loss.png", {cfg.input_mode: [read_metrics(out_dir / METRICS)]})
             text = sample(run.raw_model, load_encoding(run.spec), "", 100, seed=cfg.seed)
-            rt.log(f"a sample:\n{text}\n\nin {out_dir}: {CHECKPOINT}, metrics.jsonl, loss.png")
+            rt.log(f"a sample:\n{text}\n\nin {out_dir}: {CHECKPOINT}, {METRICS}, loss.png")
             rt.log(f'next: python eval.py {quoted} --prompt="The function returns"')
     return 0
 

@@ -191,3 +191,25 @@ def export(model: GPT, spec: dict, card: str, folder: str) -> None:
         if out.exists():
             out.rmdir()
         partial.rename(out)
+
+
+def model_card(title: str, saved: dict, scores: dict) -> str:
+    """What a run is, how its input was made, on what it was trained and how well it does."""
+    config = saved["config"]
+    made = "a fixed code of the token id; it was never trained and is written out as `embed_tokens`"
+    made = "a learned table" if config["input_mode"] == "learned" else made
+    lines = [
+        "---", "library_name: transformers", "pipeline_tag: text-generation", "---", "",
+        f"# {title}, {saved['iter'] * config['tokens_per_iter']:,} training tokens", "",
+        f"The input is {made}.", "",
+        f"Data: {config['data_dir']}, tokenizer {saved['data']['tokenizer']}.", "",
+        "| setting | value |", "|---|---|", *(f"| {key} | {value} |" for key, value in config.items()),
+        "", "| measure | value |", "|---|---|",
+    ]  # fmt: skip
+    if "loss" in scores:
+        lines += [f"| validation {key} | {scores[key]:.4f} |" for key in ("loss", "bits_per_byte")]
+    for task, result in scores.get("tasks", {}).items():
+        note = f" (first {result['n']} items only)" if result["limited"] else ""
+        metrics = [key for key in ("acc", "acc_norm", "perplexity") if key in result]
+        lines += [f"| {task} {key}{note} | {result[key]:.4f} |" for key in metrics]
+    return "\n".join(lines) + "\n"

@@ -205,13 +205,14 @@ def test_samples_are_repeatable_and_seeds_differ(runs):
 
 
 def test_any_prompt_can_be_continued(runs):
-    longer = "word " * 300  # longer than the context
-    for prompt in ("", "日本語 \U0001f600 never seen", longer, "<|endoftext|>"):
-        for env in ({}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}):
-            result = run("eval.py", str(runs / "canonical_1"), f"--prompt={prompt}",
-                         "--max_new_tokens=20", "--top_k=100000", **env)  # fmt: skip
-            assert result.returncode == 0, result.stderr
-            assert "Traceback" not in result.stderr
+    model, encoding = build_model(load_checkpoint(runs / "canonical_1")), load_encoding(read_spec(runs / "canonical_1"))
+    for prompt in ("", "日本語 \U0001f600 never seen", "word " * 300, "<|endoftext|>"):
+        assert sample(model, encoding, prompt, 20, top_k=100_000).startswith(prompt)
+    for env in ({}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}):
+        result = run("-W", "error", "eval.py", str(runs / "canonical_1"), "--prompt=caf\u00e9 \U0001f600",
+                     "--max_new_tokens=5", **env)  # fmt: skip
+        assert result.returncode == 0 and result.stderr == ""
+        assert "caf" in result.stdout and "\\ufffd" not in result.stdout
 
 
 def test_stop_at_end_of_text_leaves_it_out(runs):
