@@ -390,15 +390,14 @@ def plot_training(axis, curves: dict[str, list[list[dict]]]) -> None:
     """Loss over tokens, a colour an arm, a line a run: training loss faint, validation loss strong."""
     for i, (label, runs) in enumerate(curves.items()):
         for j, rows in enumerate(runs):
+            n = max(1, len(rows) // 100)  # a hundredth of the run is one point of the training loss
+            groups = [rows[k : k + n] for k in range(0, len(rows) - n + 1, n)]
+            losses = [statistics.mean(row["loss"] for row in group) for group in groups]
+            axis.plot([group[-1]["tokens"] / 1e6 for group in groups], losses, color=f"C{i}", alpha=0.35,
+                      linewidth=1, label=None if j else f"{label}, training")  # fmt: skip
             val = [row for row in rows if "val_loss" in row]
-            for points, key, kind, look in (
-                (rows, "loss", "training", {"alpha": 0.25, "linewidth": 0.7}),
-                (val, "val_loss", "validation", {"marker": "o", "markersize": 3, "linewidth": 1}),
-            ):
-                axis.plot(
-                    [row["tokens"] / 1e6 for row in points], [row[key] for row in points],
-                    color=f"C{i}", label=None if j else f"{label}, {kind}", **look,
-                )  # fmt: skip
+            axis.plot([row["tokens"] / 1e6 for row in val], [row["val_loss"] for row in val], "o-",
+                      color=f"C{i}", markersize=3, label=None if j else f"{label}, validation")  # fmt: skip
     axis.set(xlabel="training tokens (millions)", ylabel="loss (nats a token)")
     axis.grid(alpha=0.3)
     axis.legend()
@@ -419,14 +418,16 @@ def draw_comparison(path: Path, results: list[dict]) -> None:
         arms[result["arm"]].append(result)
     plot_training(left, {arm: [read_metrics(Path(r["run"]) / "metrics.jsonl") for r in runs]
                          for arm, runs in arms.items()})  # fmt: skip
-    bins = sorted({(row["from"], row["to"]) for r in results for row in r["by_frequency"]})
+    bins = {(row["from"], row["to"]): row["n"] for r in results for row in r["by_frequency"]}
+    places = {key: i for i, key in enumerate(sorted(bins))}
     for i, (arm, runs) in enumerate(arms.items()):
         for run in runs:
             loss = {(row["from"], row["to"]): row["loss"] for row in run["by_frequency"]}
-            right.plot([bins.index(key) for key in loss], list(loss.values()), "o-", color=f"C{i}",
+            right.plot([places[key] for key in loss], list(loss.values()), "o-", color=f"C{i}",
                        alpha=0.7, label=arm if run is runs[0] else None)  # fmt: skip
-    right.set_xticks(range(len(bins)), [f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in bins])
-    right.set(xlabel="occurrences of the input token in the training text",
+    labels = [f"{a:,}" + (f" to\n{b:,}" if b > a else "\n") + f"\nn = {bins[a, b]:,}" for a, b in places]
+    right.set_xticks(range(len(places)), labels)
+    right.set(xlabel="occurrences of the input token in the training text; n validation tokens",
               ylabel="validation loss of the next token (nats)")  # fmt: skip
     right.grid(alpha=0.3)
     right.legend()

@@ -268,7 +268,10 @@ def make_rows(pairs: list[tuple], item_of: list[int], block_size: int) -> tuple[
     for i, ((context, continuation), item) in enumerate(zip(pairs, item_of)):
         m = len(continuation)
         if not 1 <= m <= block_size:
-            raise ValueError(f"item {item}: a continuation of {m} tokens, block_size={block_size}")
+            raise ValueError(
+                f"item {item} (from 0) has a continuation of {m} tokens, but a model of block_size="
+                f"{block_size} scores 1 to {block_size}: leave the task out, or train with a longer block_size"
+            )
         room = block_size + 1 - m
         n_cut += len(context) > room
         context = context[-room:]
@@ -343,7 +346,10 @@ def score_items(
     """
     pairs = [pair_to_ids(encoding, *pair) for item in items for pair in item.pairs]
     item_of = [i for i, item in enumerate(items) for _ in item.pairs]
-    rows, n_cut = make_rows(pairs, item_of, model.cfg.block_size)
+    try:
+        rows, n_cut = make_rows(pairs, item_of, model.cfg.block_size)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     keys = [hashlib.sha1(repr(pair).encode()).hexdigest() for pair in pairs]
     known = rt.gather([read_scores(cache)] if rt.rank == 0 else [])[0]
     rows = [row for row in rows if any(keys[i] not in known for i in row.requests)]

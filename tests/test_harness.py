@@ -14,8 +14,10 @@ import torch
 from config.machine import Choice, Runtime
 from data.benchmarks import TASKS, read_items, score_items, task_metrics
 from data.hugging_face import export
-from data.tokenizers import gpt2_spec, load_encoding
-from model import GPT, GPTConfig
+from conftest import TINY
+from data.tokenizers import gpt2_spec, load_encoding, read_spec
+from model import GPT, GPTConfig, build_model, load_checkpoint
+from train import main as train
 
 lm_eval = pytest.importorskip("lm_eval", reason="tests/requirements.txt is not installed")
 pytestmark = pytest.mark.skipif(
@@ -141,6 +143,14 @@ def test_a_random_model_on_every_real_item(tmp_path, monkeypatch):
     spec = gpt2_spec()
     rows = {name: local_rows(name) for name in REAL}
     compare(sharp_model(49152, input_mode="gf2"), spec, tmp_path / "hf", rows, monkeypatch, tmp_path)
+
+
+def test_a_trained_run_with_its_own_tokenizer_on_every_real_item(dataset, tmp_path, monkeypatch):
+    size = ["--block_size=512", "--batch_size=1", "--tokens_per_iter=512", "--max_iters=30"]
+    train([TINY, f"--data_dir={dataset}", f"--out_dir={tmp_path / 'run'}", *size])
+    rows = {name: local_rows(name) for name in REAL}
+    model = build_model(load_checkpoint(tmp_path / "run"))
+    compare(model, read_spec(tmp_path / "run"), tmp_path / "hf", rows, monkeypatch, tmp_path)
 
 
 def test_made_up_items_that_real_data_do_not_have(tmp_path, monkeypatch):
