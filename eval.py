@@ -23,6 +23,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -382,7 +383,8 @@ def about(run_dir: str, saved: dict) -> dict:
     return {
         "run": str(run_dir), "arm": arm_name(saved["config"]), "iter": saved["iter"],
         "group": group_key(saved),
-        "settings": saved["config"], "torch": torch.__version__,
+        "settings": saved["config"],
+        "versions": {name: version(name) for name in ("torch", "numpy", "tiktoken")},
     }  # fmt: skip
 
 

@@ -324,6 +324,7 @@ def test_a_stray_byte_is_named_or_replaced(folder, tmp_path):
         ("a.txt", b"short", ["found 1 different documents", "at least two"]),
         ("a.txt", b"", ["found 0 different documents"]),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_input_that_cannot_be_is_named(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
