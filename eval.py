@@ -16,6 +16,7 @@ Every number also goes to eval.json in the run's folder.
 Letters: B batch, T time, V vocabulary.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -37,9 +38,9 @@ from config.machine import Runtime, leave, setup_runtime
 from data.benchmarks import PAPER, Task, find_tasks, read_items, score_items, task_metrics
 from data.bigram import bigram_losses, counted_tokens
 from data.hugging_face import export, model_card
-from data.shards import Shards
+from data.shards import Shards, identity
 from data.tokenizers import digest, load_encoding, read_spec, token_lengths
-from model import CHECKPOINT, GPT, build_model, load_checkpoint
+from model import GPT, build_model, load_checkpoint
 
 # Settings of a run that do not change what it computes, but for dtype, which belongs to the machine.
 UNCOUNTED = {
@@ -65,7 +66,7 @@ class EvalConfig(Settings):
     export: str = ""             # folder to write the run to as a Hugging Face Llama
     batch_size: int = 16         # windows at a time
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
-    out_dir: str = "out"         # where compare.png goes
+    out_dir: str = "out"         # where compare.png and tasks.png go
 
     def __post_init__(self):
         super().__post_init__()
@@ -132,18 +133,21 @@ def run_tasks(run_dir: str, tasks: list[Task], cfg: EvalConfig, rt: Runtime) -> 
     items = {task.name: read_items(task, cfg.benchmark_dir, max(cfg.limit, 0)) for task in tasks}
     saved = load_checkpoint(run_dir)
     model, encoding = build_model(saved, rt.device), load_encoding(run_spec(run_dir, saved))
-    weights = f"{saved['iter']}-{Path(run_dir, CHECKPOINT).stat().st_mtime_ns}"
     results = {}
     for task in tasks:
-        cache = Path(run_dir) / f"scores-{task.name}-{weights}.x"
+        cache = Path(run_dir) / f"scores-{task.name}-{fingerprint(saved)}.x"
         lls, greedy, n_cut = score_items(model, encoding, items[task.name], task.name, rt, cache)
         results[task.name] = task_metrics(task, items[task.name], lls, greedy)
         results[task.name] |= {
-            "limited": cfg.limit > 0, "contexts_cut": n_cut, "source": cfg.benchmark_dir or
-            f"{task.hub_id}@{task.revision}",
+            "limited": len(items[task.name]) < task.size, "requests_cut": n_cut,
+            "source": cfg.benchmark_dir or f"{task.hub_id}@{task.revision}",
         }  # fmt: skip
         if rt.rank == 0:
-            write_eval(run_dir, saved, {"tasks": {task.name: results[task.name]}})
+            kept = read_eval(run_dir, saved).get("tasks", {}).get(task.name, {"n": 0})
+            if kept["n"] > len(items[task.name]):
+                print(f"{run_dir}/eval.json keeps {task.name} on more items ({kept['n']})")
+            else:
+                write_eval(run_dir, saved, {"tasks": {task.name: results[task.name]}})
             if cfg.save_items:
                 rows = [{"item": i, "gold": item.gold, "ll": ll, "greedy": flags} for i, (item, ll, flags)
                         in enumerate(zip(items[task.name], lls, greedy))]  # fmt: skip
@@ -190,10 +194,10 @@ def evaluate_run(run_dir: str, cfg: EvalConfig, rt: Runtime) -> dict:
     train_data, val_data = (
         Shards(data_dir, split, model.cfg.vocab_size, model.cfg.block_size) for split in ("train", "val")
     )
-    if train_data.meta["tokenizer_sha256"] != saved["data"]["tokenizer_sha256"]:
+    if identity(train_data.meta) != saved["data"]:
         raise ValueError(
-            f"{run_dir} was trained with tokenizer {saved['data']['tokenizer']}, but "
-            f"{data_dir} has another ({train_data.meta['tokenizer']}): name the right one with --data_dir"
+            f"{run_dir} was trained on other data ({saved['data']['tokenizer']}) than {data_dir} holds "
+            f"({train_data.meta['tokenizer']}): name the right dataset with --data_dir"
         )
     n_batches = -(-val_data.n_tokens // (cfg.batch_size * model.cfg.block_size))
     hidden = None if rt.rank == 0 else True
@@ -270,10 +274,10 @@ def print_rows(lines: list[list[str]]) -> None:
 
 def grouped(results: list[dict]) -> list[list[dict]]:
     """Runs that differ in their seed alone together, in the order of the first of each."""
-    groups = defaultdict(list)
+    groups = defaultdict(dict)
     for result in results:
-        groups[result["group"]].append(result)
-    return list(groups.values())
+        groups[result["group"]][result["checkpoint"]] = result  # a copy of a run counts once
+    return [list(runs.values()) for runs in groups.values()]
 
 
 def print_table(results: list[dict]) -> None:
@@ -299,12 +303,12 @@ def mean_sd(values: list[float], digits: int) -> str:
     return text
 
 
-def task_cell(results: list[dict], task: str, metric: str) -> tuple[float, float]:
+def task_cell(results: list[dict], task: str, metric: str) -> tuple[float, float | None]:
     """Value and error: one run's standard error over items, several runs' deviation over seeds."""
     values = [r["tasks"][task][metric] for r in results]
     if len(values) > 1:
         return statistics.mean(values), statistics.stdev(values)
-    return values[0], results[0]["tasks"][task][metric + "_stderr"] or 0.0
+    return values[0], results[0]["tasks"][task][metric + "_stderr"]
 
 
 def print_tasks(results: list[dict], tasks: list[Task]) -> None:
@@ -313,12 +317,15 @@ def print_tasks(results: list[dict], tasks: list[Task]) -> None:
     head = ["model", "seeds"]
     for task, metric in columns:
         one = results[0]["tasks"][task]
-        head.append(f"{task} {metric}" + (f" (first {one['n']} items only)" if one["limited"] else ""))
+        head.append(f"{task} {metric}" + (f" (first {one['n']} items)" if one["limited"] else ""))
     lines = [head]
     for runs in grouped(results):
         cells = [task_cell(runs, *column) for column in columns]
         scale = [1 if metric == "perplexity" else 100 for _, metric in columns]
-        texts = [f"{value * x:.2f} ± {error * x:.2f}" for (value, error), x in zip(cells, scale)]
+        texts = [
+            f"{value * x:.2f}" + (f" ± {error * x:.2f}" if error is not None else "")
+            for (value, error), x in zip(cells, scale)
+        ]
         lines.append([runs[0]["arm"], str(len(runs)), *texts])
     for arm in dict.fromkeys(arm for arm, *_ in PAPER):
         paper = [PAPER.get((arm, *column)) for column in columns]
@@ -336,7 +343,7 @@ def draw_tasks(path: Path, results: list[dict], tasks: list[Task]) -> None:
     for i, runs in enumerate(groups):
         cells = [task_cell(runs, task.name, task.metrics[0]) for task in tasks]
         at = [t + (i + 0.5) * width - 0.4 for t in range(len(tasks))]
-        axis.bar(at, [100 * value for value, _ in cells], width, yerr=[100 * e for _, e in cells],
+        axis.bar(at, [100 * value for value, _ in cells], width, yerr=[100 * (e or 0) for _, e in cells],
                  capsize=3, label=runs[0]["arm"])  # fmt: skip
     for t, task in enumerate(tasks):
         label = "guessing" if t == 0 else None
@@ -376,13 +383,20 @@ def read_eval(run_dir: str, saved: dict) -> dict:
     """eval.json, if it is about this checkpoint."""
     path = Path(run_dir) / "eval.json"
     old = try_json(path.read_text(encoding="utf-8")) if path.exists() else None
-    return old if old and old.get("iter") == saved["iter"] else {}
+    return old if old and old.get("checkpoint") == fingerprint(saved) else {}
+
+
+def fingerprint(saved: dict) -> str:
+    """Tells checkpoints apart: settings, data, iteration, and some weights that every step changes."""
+    about = json.dumps([saved["config"], saved["data"], saved["iter"]]).encode()
+    weights = saved["model"]["norm_f.weight"].numpy().tobytes()
+    return hashlib.sha256(about + weights).hexdigest()[:16]
 
 
 def about(run_dir: str, saved: dict) -> dict:
     return {
         "run": str(run_dir), "arm": arm_name(saved["config"]), "iter": saved["iter"],
-        "group": group_key(saved),
+        "group": group_key(saved), "checkpoint": fingerprint(saved),
         "settings": saved["config"],
         "versions": {name: version(name) for name in ("torch", "numpy", "tiktoken")},
     }  # fmt: skip
@@ -488,19 +502,24 @@ def main(argv: list[str]) -> None:
     if not runs:
         raise ValueError("name at least one run: python eval.py out/canonical_toy")
     runs = list({Path(run).resolve(): run for run in runs}.values())  # each once
-    tasks = find_tasks(cfg.tasks) if cfg.tasks else []
+    tasks = find_tasks(cfg.tasks) if "tasks" in given else []
+    if ("prompt" in given) + bool(cfg.export) + bool(tasks) > 1:
+        raise ValueError("prompt, export and tasks are three things to do: ask for one at a time")
+    if not tasks and {"limit", "save_items", "benchmark_dir"} & set(given):
+        raise ValueError("limit, save_items and benchmark_dir belong to benchmarks: add --tasks=NAMES")
+    if cfg.export and len(runs) > 1:
+        raise ValueError(f"export takes one run at a time, got {len(runs)}")
     rt = setup_runtime(cfg.device)
     try:
         if "prompt" in given:
             for run in runs if rt.rank == 0 else []:
                 print_samples(run, cfg, rt)
         elif cfg.export:
-            if len(runs) > 1:
-                raise ValueError(f"export takes one run at a time, got {len(runs)}")
-            saved = load_checkpoint(runs[0])
-            card = model_card(arm_name(saved["config"]), saved, read_eval(runs[0], saved))
-            export(build_model(saved), run_spec(runs[0], saved), card, cfg.export)
-            print(f"exported: {cfg.export}, for transformers' AutoModelForCausalLM and AutoTokenizer")
+            for run in runs if rt.rank == 0 else []:
+                saved = load_checkpoint(run)
+                card = model_card(arm_name(saved["config"]), saved, read_eval(run, saved))
+                export(build_model(saved), run_spec(run, saved), card, cfg.export)
+                print(f"exported: {cfg.export}, for transformers' AutoModelForCausalLM and AutoTokenizer")
         elif tasks:
             results = [run_tasks(run, tasks, cfg, rt) for run in runs]
             if rt.rank == 0:

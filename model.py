@@ -351,7 +351,7 @@ class GPT(nn.Module):
         """
         Continue ids (B, T), T >= 1, by up to max_new_tokens -> (B, T + new).
 
-        temperature 0 takes the likeliest token; top_k = 0 or above V samples from all. A row that
+        temperature 0 (below 1e-9) takes the likeliest token; top_k = 0 or above V samples from all. A row that
         has drawn stop_id is filled with it, and sampling ends when every row has.
 
         Every token is predicted from the last block_size tokens before it, no more and no fewer.
@@ -376,7 +376,7 @@ class GPT(nn.Module):
             else:
                 cache = None
             logits = self.lm_head(self.hidden(window, cache)[:, -1]).float()  # (B, V)
-            if temperature == 0:
+            if temperature < 1e-9:
                 new = logits.argmax(-1)                                       # (B,)
             else:
                 logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0

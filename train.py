@@ -35,10 +35,10 @@ from tqdm import tqdm
 
 from config import help_text, load_config, run_cli, split_args
 from config.machine import Runtime, claim, leave, setup_runtime
-from data.benchmarks import sample_tasks, score_subsets
+from data.benchmarks import pack_items, sample_tasks, score_subsets
 from data.hugging_face import from_llama
 from data.pydocs import PydocsConfig, prepare_pydocs
-from data.shards import Shards, window_numbers
+from data.shards import Shards, identity, window_numbers
 from data.tokenizers import FILE_NAME as TOKENIZER_FILE
 from data.tokenizers import load_encoding, read_spec, token_lengths
 from eval import UNCOUNTED, draw_loss, read_metrics, sample, validate, write_text
@@ -213,15 +213,6 @@ class Run:
         return self.it == self.cfg.max_iters or (interval > 0 and self.it % interval == 0)
 
 
-def data_identity(data: Shards) -> dict:
-    """What makes two datasets the same for a run: the tokenizer and the size of every file."""
-    return {
-        "tokenizer": data.meta["tokenizer"],
-        "tokenizer_sha256": data.meta["tokenizer_sha256"],
-        "files": [[file["name"], file["tokens"]] for file in data.meta["files"]],
-    }
-
-
 def save(run: Run) -> None:
     """
     Write a checkpoint whole or not at all: the last one stays until the new one is on the disk.
@@ -236,7 +227,7 @@ def save(run: Run) -> None:
         "iter": run.it,
         "row": run.row,
         "config": asdict(run.cfg),
-        "data": data_identity(run.train_data),
+        "data": identity(run.train_data.meta),
         "rng": torch.get_rng_state(),
     }
     tensors = list(saved["model"].values())
@@ -279,7 +270,7 @@ def find_checkpoint(cfg: TrainConfig, data: Shards, rt: Runtime) -> dict | None:
             f"{cfg.out_dir} holds a run with other settings ({what}): use the same settings, or "
             "another run_name or out_dir"
         )
-    if saved["data"] != data_identity(data):
+    if saved["data"] != identity(data.meta):
         raise ValueError(
             f"{cfg.out_dir} holds a run on other data ({saved['data']['tokenizer']}) than "
             f"{cfg.data_dir}: use the same data, or another run_name or out_dir"
@@ -316,7 +307,10 @@ def set_up(cfg: TrainConfig, rt: Runtime) -> Run:
     # data
     accumulation(cfg, rt.world_size)
     train_data, val_data = open_data(cfg, rt)
+    spec = read_spec(cfg.data_dir)
     subsets = sample_tasks(cfg.eval_tasks, cfg.benchmark_dir, cfg.eval_tasks_items)
+    for task, items in subsets:  # what cannot be scored is said now
+        pack_items(load_encoding(spec), items, task.name, cfg.block_size)
     saved = find_checkpoint(cfg, train_data, rt)
 
     # model
@@ -333,7 +327,7 @@ def set_up(cfg: TrainConfig, rt: Runtime) -> Run:
     # optimizer
     optimizer = raw_model.optimizer(cfg.learning_rate, (cfg.beta1, cfg.beta2), cfg.weight_decay)
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.choice.scaler)
-    run = Run(cfg, rt, train_data, val_data, read_spec(cfg.data_dir), subsets, raw_model, model,
+    run = Run(cfg, rt, train_data, val_data, spec, subsets, raw_model, model,
               optimizer, scaler)  # fmt: skip
     if saved:
         optimizer.load_state_dict(saved["optimizer"])

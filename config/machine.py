@@ -72,8 +72,11 @@ class Runtime:
 
     def log(self, text: str) -> None:
         if self.rank == 0:
-            tqdm.write(text)
-            sys.stdout.flush()
+            try:
+                tqdm.write(text)
+                sys.stdout.flush()
+            except BrokenPipeError:  # who read along has left; the run goes on
+                sys.stdout = open(os.devnull, "w")
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all ranks."""

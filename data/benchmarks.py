@@ -64,7 +64,8 @@ def hellaswag(row: dict) -> Item:
 
 
 def piqa(row: dict) -> Item:
-    return multiple_choice(f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], int(row["label"]))
+    choices = [row["sol1"], row["sol2"]]
+    return multiple_choice(f"Question: {row['goal']}\nAnswer:", choices, int(row["label"]))
 
 
 def keyed(row: dict) -> int:
@@ -107,6 +108,7 @@ class Task:
     split: str
     to_item: Callable[[dict], Item]
     columns: tuple[str, ...]
+    size: int                 # items of the split
     metrics: tuple[str, ...]  # the one that is usually reported first
     chance: float             # accuracy of guessing
 
@@ -118,23 +120,24 @@ TASKS = {
     for task in (
         Task("hellaswag", "Rowan/hellaswag", None, "218ec52e09a7e7462a5400043bb9a69a41d06b76",
              "validation", hellaswag, ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
-             ("acc_norm", "acc"), 0.25),
+             10042, ("acc_norm", "acc"), 0.25),
         Task("piqa", "baber/piqa", None, "142f6d7367fd9877f0fb3b5734ea6a545f54cdd1",
-             "validation", piqa, ("goal", "sol1", "sol2", "label"), ("acc", "acc_norm"), 0.5),
+             "validation", piqa, ("goal", "sol1", "sol2", "label"),
+             1838, ("acc", "acc_norm"), 0.5),
         Task("lambada_openai", "EleutherAI/lambada_openai", "default",
              "900124bf3b8235c6daf21033af9948b3f07346c4", "test", lambada, ("text",),
-             ("acc", "perplexity"), 0.0),
+             5153, ("acc", "perplexity"), 0.0),
         Task("lambada_standard", "cimec/lambada", None, "main", "test", lambada, ("text",),
-             ("acc", "perplexity"), 0.0),
+             5153, ("acc", "perplexity"), 0.0),
         Task("arc_easy", "allenai/ai2_arc", "ARC-Easy", ARC_REVISION, "test", arc, ARC,
-             ("acc", "acc_norm"), 0.25),
+             2376, ("acc", "acc_norm"), 0.25),
         Task("arc_challenge", "allenai/ai2_arc", "ARC-Challenge", ARC_REVISION, "test", arc, ARC,
-             ("acc_norm", "acc"), 0.25),
+             1172, ("acc_norm", "acc"), 0.25),
         Task("openbookqa", "allenai/openbookqa", "main", "388097ea7776314e93a529163e0fea805b8a6454",
-             "test", openbookqa, ("question_stem", "choices", "answerKey"), ("acc_norm", "acc"), 0.25),
+             "test", openbookqa, ("question_stem", "choices", "answerKey"), 500, ("acc_norm", "acc"), 0.25),
         Task("winogrande", "allenai/winogrande", "winogrande_xl",
              "01e74176c63542e6b0bcb004dcdea22d94fb67b5", "validation", winogrande,
-             ("sentence", "option1", "option2", "answer"), ("acc",), 0.5),
+             ("sentence", "option1", "option2", "answer"), 1267, ("acc",), 0.5),
     )
 }  # fmt: skip
 
@@ -175,6 +178,7 @@ def read_items(task: Task, benchmark_dir: str = "", limit: int = 0) -> list[Item
                 f"columns of {task.hub_id}"
             )
         try:
+            check_columns(task, row)
             item = task.to_item(row)
             if not 0 <= item.gold < len(item.pairs):
                 raise ValueError(f"there is no choice {item.gold}")
@@ -189,16 +193,37 @@ def read_items(task: Task, benchmark_dir: str = "", limit: int = 0) -> list[Item
     return items
 
 
+def check_columns(task: Task, row: dict) -> None:
+    """Raise ValueError if a column that is there holds something of another kind than the hub's."""
+    for column in task.columns:
+        value, kind = row[column], {"endings": list, "choices": dict}.get(column, str)
+        if column in ("label", "answer", "answerKey"):
+            kind = (str, int)  # "3" on the hub, 3 in some original files
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{column} is {value!r}")
+        if kind is dict:
+            texts, labels = value["text"], value["label"]
+            if not isinstance(texts, list) or not isinstance(labels, list) or len(texts) != len(labels):
+                raise ValueError(f"{column} has no list of texts with as many labels")
+            value = texts
+        if isinstance(value, list) and not all(isinstance(text, str) for text in value):
+            raise ValueError(f"{column} holds something that is no text")
+    if "text" in task.columns and " " not in row["text"]:
+        raise ValueError("text has no last word to predict")
+
+
 def rows_of_file(task: Task, benchmark_dir: str) -> Iterator[tuple[str, dict]]:
     path = Path(benchmark_dir) / f"{task.name}.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: put {task.name} there, with the columns of {task.hub_id}")
-    with open(path, encoding="utf-8") as f:
+    with open(path, "rb") as f:
         for i, line in enumerate(f, start=1):
+            if not line.strip():
+                continue
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {i} is not JSON: {error}") from error
+                row = json.loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError too
+                raise ValueError(f"{path}, line {i} is not JSON in UTF-8: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {i} is no JSON object")
             yield f"{path}, line {i}", row
@@ -262,7 +287,8 @@ def make_rows(pairs: list[tuple], item_of: list[int], block_size: int) -> tuple[
     """
     Rows of the (context ids, continuation ids) of all requests, those of an item with one context
     sharing a row, and how many contexts were cut: the last block_size + 1 tokens of a pair count.
-    Raises ValueError for a continuation that is empty or longer than block_size.
+    Raises ValueError for a continuation that is empty or longer than block_size, and for a context of
+    white space alone, which leaves nothing to predict from.
     """
     rows, n_cut = {}, 0
     for i, ((context, continuation), item) in enumerate(zip(pairs, item_of)):
@@ -272,6 +298,8 @@ def make_rows(pairs: list[tuple], item_of: list[int], block_size: int) -> tuple[
                 f"item {item} (from 0) has a continuation of {m} tokens, but a model of block_size="
                 f"{block_size} scores 1 to {block_size}: leave the task out, or train with a longer block_size"
             )
+        if not context:
+            raise ValueError(f"item {item} (from 0) has a context of white space alone: mend it")
         room = block_size + 1 - m
         n_cut += len(context) > room
         context = context[-room:]
@@ -336,6 +364,19 @@ def score_batch(model: GPT, batch: list[Row]) -> list[tuple[int, float, bool]]:
     return [(request, total[request], greedy[request]) for request in total]
 
 
+def pack_items(
+    encoding, items: list[Item], name: str, block_size: int
+) -> tuple[list[Row], list[str], list[int], int]:
+    """Rows of all items, a key for every request, the item it belongs to, and how many contexts are cut."""
+    pairs = [pair_to_ids(encoding, *pair) for item in items for pair in item.pairs]
+    item_of = [i for i, item in enumerate(items) for _ in item.pairs]
+    try:
+        rows, n_cut = make_rows(pairs, item_of, block_size)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return rows, [hashlib.sha1(repr(pair).encode()).hexdigest() for pair in pairs], item_of, n_cut
+
+
 def score_items(
     model: GPT, encoding, items: list[Item], name: str, rt: Runtime, cache: Path | None = None
 ) -> tuple[list[list[float]], list[list[bool]], int]:
@@ -344,13 +385,7 @@ def score_items(
     contexts that were cut. The ranks share the work. With a cache, a file of scores by token ids, an
     interrupted evaluation continues.
     """
-    pairs = [pair_to_ids(encoding, *pair) for item in items for pair in item.pairs]
-    item_of = [i for i, item in enumerate(items) for _ in item.pairs]
-    try:
-        rows, n_cut = make_rows(pairs, item_of, model.cfg.block_size)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    keys = [hashlib.sha1(repr(pair).encode()).hexdigest() for pair in pairs]
+    rows, keys, item_of, n_cut = pack_items(encoding, items, name, model.cfg.block_size)
     known = rt.gather([read_scores(cache)] if rt.rank == 0 else [])[0]
     rows = [row for row in rows if any(keys[i] not in known for i in row.requests)]
     found = {}
@@ -397,7 +432,7 @@ def task_metrics(
     for metric in task.metrics:
         if metric == "perplexity":
             scores = np.array([ll[0] for ll in lls])
-            out[metric] = math.exp(-scores.mean())
+            out[metric] = math.exp(-scores.mean()) if scores.mean() > -700 else math.inf
             error = bootstrap_stderr(scores) if errors else None
         else:
             p = out[metric] = statistics.mean(map(float, per_item[metric]))
@@ -449,5 +484,6 @@ def bootstrap_stderr(scores: np.ndarray) -> float | None:
         twister = np.random.RandomState()
         twister.set_state(("MT19937", np.array(state[:-1], dtype=np.uint32), state[-1]))
         for _ in range(1000):
-            values.append(math.exp(-scores[(twister.random_sample(n) * n).astype(np.int64)].mean()))
-    return statistics.stdev(values)
+            values.append(-scores[(twister.random_sample(n) * n).astype(np.int64)].mean())
+    with np.errstate(over="ignore", invalid="ignore"):  # no number where the perplexity is past all numbers
+        return float(np.std(np.exp(values), ddof=1))

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from config import try_json
 from data.tokenizers import END_OF_TEXT
 from model import GPT, GPTConfig
 
@@ -72,28 +73,58 @@ def from_llama(model: GPT, folder: str | Path) -> None:
         raise ValueError(f"init_from needs input_mode=learned, got {cfg.input_mode}: it brings a table")
     if not path.is_file():
         raise ValueError(f"init_from: {path} is missing, {folder} is no Hugging Face folder")
-    theirs = json.loads(path.read_text(encoding="utf-8"))
-    wanted = to_llama_config(cfg)
-    theirs.setdefault("rope_theta", theirs.get("rope_parameters", {}).get("rope_theta", 1e4))
-    theirs.setdefault("num_key_value_heads", theirs.get("num_attention_heads"))
-    differ = [
-        f"{key}={theirs.get(key)} there, {wanted[key]} here"
-        for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size",
-                    "hidden_act", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
-                    "rope_theta")
-        if theirs.get(key) != wanted[key]
-    ]  # fmt: skip
+    theirs = try_json(path.read_text(encoding="utf-8"))
+    if not isinstance(theirs, dict):
+        raise ValueError(f"init_from: {path} is damaged: fetch the folder again")
+    check_config(theirs, cfg, folder)
+    weights = read_weights(Path(folder))
+    if theirs.get("tie_word_embeddings"):
+        weights["lm_head.weight"] = weights.get("model.embed_tokens.weight")
+    names = llama_names(cfg) | {"wte.weight": ["model.embed_tokens.weight"]}
+    wanted = {name for group in names.values() for name in group}
+    found = {name for name, w in weights.items() if w is not None and not name.endswith("inv_freq")}
+    for what, some in (("lacks", wanted - found), ("has unknown", found - wanted)):
+        if some:
+            raise ValueError(f"init_from: {folder} {what} weights, {min(some)} among {len(some)}")
+    for name in wanted:
+        if not weights[name].is_floating_point() or not weights[name].isfinite().all():
+            raise ValueError(f"init_from: {name} in {folder} holds no finite numbers (quantized or damaged)")
+    try:
+        model.load_state_dict({ours: torch.cat([weights[n] for n in group]) for ours, group in names.items()})
+    except RuntimeError as error:
+        raise ValueError(f"init_from: the weights in {folder} are of another shape: {error}") from error
+
+
+def check_config(theirs: dict, cfg: GPTConfig, folder: str | Path) -> None:
+    """Raise ValueError if a config.json is of another network than ours with the settings cfg."""
+    own = {"head_dim": cfg.n_embd // cfg.n_head, "rope_scaling": None, "rope_type": "default"}
+    wanted, rope = to_llama_config(cfg) | own, theirs.get("rope_parameters") or {}
+    filled = own | {
+        "rope_theta": rope.get("rope_theta", 1e4), "rope_type": rope.get("rope_type", "default"),
+        "num_key_value_heads": theirs.get("num_attention_heads"), "attention_bias": False, "mlp_bias": False,
+    } | theirs  # fmt: skip
+    keys = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "hidden_act",
+            "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_type",
+            "rope_scaling", "attention_bias", "mlp_bias")  # fmt: skip
+    differ = [f"{key}={filled.get(key)} there, {wanted[key]} here" for key in keys if filled.get(key) != wanted[key]]
     if differ:
         raise ValueError(f"init_from: {folder} is of another shape: {'; '.join(differ)}")
-    weights = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        weights |= safetensors_torch().load_file(file)
-    weights.setdefault("lm_head.weight", weights.get("model.embed_tokens.weight"))
-    names = llama_names(cfg) | {"wte.weight": ["model.embed_tokens.weight"]}
-    missing = [name for group in names.values() for name in group if weights.get(name) is None]
-    if missing:
-        raise ValueError(f"init_from: {folder} has no weights {missing[0]} ({len(missing)} missing)")
-    model.load_state_dict({ours: torch.cat([weights[n] for n in group]) for ours, group in names.items()})
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of model.safetensors, or of the files that its index names."""
+    load, files, weights = safetensors_torch().load_file, ["model.safetensors"], {}
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        for file in files:
+            weights |= load(folder / file)
+    except Exception as error:  # missing, cut short or something else
+        raise ValueError(
+            f"init_from: cannot read the weights in {folder} ({type(error).__name__}: {error})"
+        ) from error
+    return weights
 
 
 def safetensors_torch():
@@ -113,7 +144,8 @@ def hugging_face_json(spec: dict) -> dict:
     """
     The tokenizer.json of a spec, for the tokenizers library: the same ids for every text.
 
-    It writes bytes as printable characters and merges by a list of pairs. A token stands in that list
+    (A text that spells a special token is that token to the library, and plain text to ours.) It writes
+    bytes as printable characters and merges by a list of pairs. A token stands in that list
     with every pair of tokens that spells it, in the order of the ranks, which is when tiktoken merges.
     """
     tokens = [base64.b64decode(token) for token in spec["mergeable_ranks"]]
@@ -166,7 +198,7 @@ def export(model: GPT, spec: dict, card: str, folder: str) -> None:
     Write a model, its tokenizer and its card. Raises ValueError if the folder is not empty, so that
     nothing is lost.
     """
-    eot, out = spec["special_tokens"][END_OF_TEXT], Path(folder)
+    eot, out = spec["special_tokens"][END_OF_TEXT], Path(folder).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"export: {folder} is not empty: choose another folder")
     config, weights = to_llama(model)
@@ -209,7 +241,7 @@ def model_card(title: str, saved: dict, scores: dict) -> str:
     if "loss" in scores:
         lines += [f"| validation {key} | {scores[key]:.4f} |" for key in ("loss", "bits_per_byte")]
     for task, result in scores.get("tasks", {}).items():
-        note = f" (first {result['n']} items only)" if result["limited"] else ""
+        note = f" (first {result['n']} items)" if result["limited"] else ""
         metrics = [key for key in ("acc", "acc_norm", "perplexity") if key in result]
         lines += [f"| {task} {key}{note} | {result[key]:.4f} |" for key in metrics]
     return "\n".join(lines) + "\n"

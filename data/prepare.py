@@ -143,6 +143,8 @@ def is_intact(folder: Path) -> bool:
         meta = shards.read_meta(folder)
         for file in meta["files"]:
             shards.check_size(folder / file["name"], file["tokens"], "")
+            if np.memmap(folder / file["name"], dtype="<u2", mode="r").max() >= meta["vocab_size"]:
+                return False
     except ValueError:
         return False
     return True

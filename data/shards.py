@@ -18,12 +18,13 @@ and neighbours share one:
 Letters: B batch, T time (block_size), N windows of a split.
 """
 
-import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from config import try_json
 from data import tokenizers
 
 SCAN_TOKENS = 2**24  # files up to this size have every id checked on opening; all are checked on reading
@@ -112,6 +113,15 @@ class Shards:
             yield tuple(np.stack(rows, axis=1))
 
 
+def identity(meta: dict) -> dict:
+    """What makes two datasets the same for a run: the tokenizer and the size of every file."""
+    return {
+        "tokenizer": meta["tokenizer"],
+        "tokenizer_sha256": meta["tokenizer_sha256"],
+        "files": [[file["name"], file["tokens"]] for file in meta["files"]],
+    }
+
+
 def read_meta(folder: str | Path) -> dict:
     """meta.json, checked against the tokenizer beside it. Raises ValueError with the remedy."""
     folder = Path(folder)
@@ -121,12 +131,11 @@ def read_meta(folder: str | Path) -> dict:
             f"dataset {folder} is not there (no {path}): prepare it with "
             f"`python -m data.text --input=PATH --data_dir={folder}`, or see data/ for other corpora"
         )
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-        wanted = {"tokenizer", "tokenizer_sha256", "vocab_size", "eot_id", "files", "command"}
-        missing = wanted - set(meta)
-    except (ValueError, TypeError):
-        missing = {"valid JSON"}
+    meta = try_json(path.read_text(encoding="utf-8"))
+    wanted = {"tokenizer", "tokenizer_sha256", "vocab_size", "eot_id", "files", "command"}
+    missing = wanted - set(meta) if isinstance(meta, dict) else {"valid JSON"}
+    if not missing and not all({"name", "tokens"} <= set(file) for file in meta["files"]):
+        missing = {"the name or the tokens of a file"}
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: prepare the dataset again")
     spec = tokenizers.read_spec(folder)
@@ -135,7 +144,9 @@ def read_meta(folder: str | Path) -> dict:
             f"{folder / tokenizers.FILE_NAME} is not the tokenizer of {path} ({meta['tokenizer']}): "
             f"prepare the dataset again with `{meta['command']}`"
         )
-    return meta
+    # The command that repairs it writes where it lies now, not where it was made.
+    words = [word for word in shlex.split(meta["command"]) if not word.startswith("--data_dir=")]
+    return meta | {"command": shlex.join([*words, f"--data_dir={folder}"])}
 
 
 def check_size(path: Path, n_tokens: int, command: str) -> None:

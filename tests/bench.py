@@ -133,7 +133,7 @@ def bench_loss() -> None:
 
 
 def bench_sample() -> None:
-    model = GPT(GPTConfig(vocab_size=4096, block_size=1024, n_layer=6, n_head=4, n_embd=252))
+    model = GPT(GPTConfig("learned", 4096, 1024, n_layer=6, n_head=4, n_embd=256))
     prompt = torch.zeros(1, 1, dtype=torch.long)
     ways = {
         str(use): lambda use=use: model.generate(prompt, 512, temperature=0, use_cache=use)

@@ -126,6 +126,12 @@ def test_packed_rows_score_as_each_request_alone(max_tokens):
     assert {flag for _, flag in expected} == {True, False}
 
 
+def test_a_context_of_white_space_alone_is_refused(dataset):
+    encoding = load_encoding(read_spec(dataset))
+    with pytest.raises(ValueError, match="item 0 .* context of white space alone"):
+        make_rows([pair_to_ids(encoding, "\n", " hello")], [0], 32)
+
+
 def test_choices_that_share_a_context_share_a_row():
     rows, n_cut = make_rows([([1, 2, 3], [4, 5]), ([1, 2, 3], [6]), ([1, 2], [3, 6])], [0, 0, 0], 8)
     assert rows == [Row([1, 2, 3], [[4, 5], [6]], [0, 1]), Row([1, 2], [[3, 6]], [2])] and n_cut == 0
@@ -223,8 +229,12 @@ GOOD = {"goal": "g", "sol1": "one two", "sol2": "three", "label": 0}
         (GOOD | {"label": ""}, "piqa.jsonl, line 2 is no item of piqa .*label: {'label': ''}"),
         (GOOD | {"label": -1}, "line 2 is no item of piqa .*no choice -1"),
         (GOOD | {"label": 2}, "no choice 2"),
+        (GOOD | {"label": 0.9}, "line 2 is no item of piqa .label is 0.9"),
+        (GOOD | {"label": True}, "label is True"),
+        (GOOD | {"goal": None}, "goal is None"),
         (GOOD | {"sol1": None}, "line 2 is no item of piqa"),
         ('{"goal": ', "line 2 is not JSON"),
+        ("[" * 100_000, "line 2 is not JSON"),
         ("[1]", "line 2 is no JSON object"),
     ],
 )
@@ -233,6 +243,31 @@ def test_a_wrong_row_is_named_by_file_and_line(tmp_path, row, message):
     with pytest.raises(ValueError, match=message):
         read_items(TASKS["piqa"], str(tmp_path))
     assert len(read_items(TASKS["piqa"], str(tmp_path), limit=1)) == 1
+
+
+@pytest.mark.parametrize(
+    "task, row, message",
+    [
+        ("hellaswag", dict(activity_label="a", ctx_a="b", ctx_b="c", endings="abcd", label="1"), "endings is 'abcd'"),
+        ("arc_easy", dict(question="q", choices={"text": ["a", "b", "c"], "label": ["A", "B"]}, answerKey="A"),
+         "choices has no list of texts with as many labels"),
+        ("arc_easy", dict(question="q", choices={"text": "abc", "label": ["A", "B", "C"]}, answerKey="A"), "no list"),
+        ("lambada_openai", dict(text=""), "no last word"),
+        ("winogrande", dict(sentence="no blank", option1="a", option2="b", answer="1"), "winogrande"),
+    ],
+)  # fmt: skip
+def test_columns_of_another_kind_are_named(tmp_path, task, row, message):
+    write(tmp_path, task, row)
+    with pytest.raises(ValueError, match=f"{task}.jsonl, line 1 is no item.*{message}"):
+        read_items(TASKS[task], str(tmp_path))
+
+
+def test_odd_files_are_read_or_named(tmp_path):
+    (tmp_path / "piqa.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\n\n")
+    assert len(read_items(TASKS["piqa"], str(tmp_path))) == 1
+    (tmp_path / "piqa.jsonl").write_bytes(b'{"goal": "\xff"}\n')
+    with pytest.raises(ValueError, match="piqa.jsonl, line 1 is not JSON in UTF-8"):
+        read_items(TASKS["piqa"], str(tmp_path))
 
 
 def test_a_missing_or_empty_file_is_named(tmp_path):
@@ -291,10 +326,10 @@ def test_tasks_print_a_table_and_add_to_eval_json(trained, questions, tmp_path):
     assert result.returncode == 0, result.stderr
     stored = json.loads((trained / "eval.json").read_text())
     piqa, lambada = stored["tasks"]["piqa"], stored["tasks"]["lambada_openai"]
-    assert piqa["n"] == 40 and not piqa["limited"] and lambada["n"] == 20
-    assert lambada["contexts_cut"] == 20 and "loss" in stored  # 60 words do not fit in 32 tokens
+    assert piqa["n"] == 40 and piqa["limited"] and lambada["n"] == 20  # the full sets have thousands
+    assert lambada["requests_cut"] == 20 and "loss" in stored  # 60 words do not fit in 32 tokens
     head, _, row = [line for line in result.stdout.splitlines() if line.startswith("|")][:3]
-    assert "piqa acc " in head and "piqa acc_norm" in head and "lambada_openai perplexity" in head
+    assert "piqa acc (first 40 items)" in head and "lambada_openai perplexity (first 20 items)" in head
     assert f"{100 * piqa['acc']:.2f} ± {100 * piqa['acc_stderr']:.2f}" in row
     assert "70.51" in result.stdout  # the paper's, beside
     assert (tmp_path / "tasks.png").stat().st_size > 10_000
@@ -307,9 +342,10 @@ def test_tasks_print_a_table_and_add_to_eval_json(trained, questions, tmp_path):
 def test_a_limit_is_told_and_one_item_works(trained, questions, tmp_path):
     for n in (1, 7):
         result = evaluate(trained, questions, tmp_path, "--tasks=piqa", f"--limit={n}")
-        assert result.returncode == 0 and f"(first {n} items only)" in result.stdout
+        assert result.returncode == 0 and f"piqa acc (first {n} items)" in result.stdout
+        assert ("±" in result.stdout.splitlines()[-4]) == (n > 1)  # one item has no error
         stored = json.loads((trained / "eval.json").read_text())["tasks"]["piqa"]
-        assert stored["limited"] and stored["n"] == n
+        assert stored["n"] == 40, "a part took the place of more"
     assert_clean_error(evaluate(trained, questions, tmp_path, "--tasks=piqa", "--limit=0"), "limit must be at least 1")
 
 
@@ -321,6 +357,30 @@ def test_mistakes_are_named_and_earlier_results_stay(trained, questions, tmp_pat
     offline = run("eval.py", str(trained), "--tasks=winogrande", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
     assert_clean_error(offline, "winogrande", "allenai/winogrande", "--benchmark_dir")
     assert before == (trained / "eval.json").read_bytes()
+
+
+def test_things_that_do_not_go_together_are_named(trained, questions, tmp_path):
+    for args, words in [
+        (["--tasks=piqa", "--prompt=x"], "ask for one at a time"), (["--limit=3"], "add --tasks=NAMES"),
+        (["--tasks="], "unknown task ''"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            eval_module.main([str(trained), *args])
+
+
+def test_a_retrained_run_does_not_inherit_scores(dataset, questions, tmp_path):
+    argv = [TINY, f"--data_dir={dataset}", f"--out_dir={tmp_path / 'run'}"]
+    args = [f"{tmp_path / 'run'}", "--tasks=piqa", f"--benchmark_dir={questions}", f"--out_dir={tmp_path}"]
+    train(argv)
+    eval_module.main([args[0]])
+    eval_module.main(args)
+    (tmp_path / "run" / "ckpt.pt").unlink()
+    train([*argv, "--seed=9", "--input_mode=learned"])
+    eval_module.main([args[0], f"--export={tmp_path / 'hf'}"])
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "validation loss" not in card and "piqa" not in card.split("| measure |")[1]
+    eval_module.main(args)
+    assert "loss" not in json.loads((tmp_path / "run" / "eval.json").read_text())
 
 
 def test_a_full_disk_keeps_eval_json(trained, questions, monkeypatch, tmp_path):
@@ -393,4 +453,7 @@ def test_scoring_as_training_goes_changes_no_bit_of_it(dataset, questions, tmp_p
     assert scored == [5, 10, 15, 20] and "lambada_openai_perplexity" in rows[-1]
     with pytest.raises(ValueError, match="did you mean 'piqa'"):
         train([*argv, "--eval_tasks=pica", f"--out_dir={tmp_path}/c"])
+    write(tmp_path / "q", "piqa", GOOD | {"sol1": "many words " * 60})  # longer than the model's window
+    with pytest.raises(ValueError, match="piqa: item 0 .* leave the task out"):
+        train([*argv, "--eval_tasks=piqa", f"--benchmark_dir={tmp_path / 'q'}", f"--out_dir={tmp_path}/c"])
     assert not (tmp_path / "c").exists()

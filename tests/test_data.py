@@ -167,7 +167,7 @@ def damage_no_tokenizer(folder):
     "damage, message",
     [
         (damage_nothing, "three is not there .* `python -m data.text"),
-        (damage_empty, "train_00001.bin has 0 bytes, but should have 8 .* `python -m data.text`"),
+        (damage_empty, "train_00001.bin has 0 bytes, but should have 8 .* `python -m data.text --data_dir="),
         (damage_odd, "train_00001.bin has 9 bytes, but should have 8"),
         (damage_missing, "train_00001.bin is missing"),
         (damage_id, "train_00001.bin: id 600 at token 2 is outside the vocabulary of 512"),
@@ -422,6 +422,17 @@ def test_the_command_of_a_damaged_dataset_makes_it_whole(folder, tmp_path):
         f.truncate(100)
     with pytest.raises(ValueError) as caught:
         Shards(out, "train", 300, 8)
+    assert_repaired(caught, out, before)
+    ids = np.fromfile(out / "train_00000.bin", dtype="<u2")
+    ids[7] = 60000
+    ids.tofile(out / "train_00000.bin")
+    out.rename(tmp_path / "moved")  # the command goes where the dataset lies
+    with pytest.raises(ValueError) as caught:
+        Shards(tmp_path / "moved", "train", 300, 8).windows(np.array([0]))
+    assert_repaired(caught, tmp_path / "moved", before)
+
+
+def assert_repaired(caught, out: Path, before: dict) -> None:
     command = str(caught.value).split("`")[1]
     assert shlex.split(command)[:3] == ["python", "-m", "data.text"]
     assert run(*shlex.split(command)[1:]).returncode == 0

@@ -148,8 +148,9 @@ def test_several_runs_give_one_table_and_one_figure(runs, tmp_path, capsys):
 def test_runs_of_other_settings_do_not_share_a_line(capsys):
     same = {"arm": "gf2", "n_params": 1, "n_input_params": 0, "train_tokens": 1, "perplexity": 1.0,
             "bits_per_byte": 1.0, "bigram": {"loss": 1, "perplexity": 1, "bits_per_byte": 1}}  # fmt: skip
-    print_table([same | {"group": "a", "loss": 2.0}, same | {"group": "b", "loss": 1.0},
-                 same | {"group": "a", "loss": 3.0}])  # fmt: skip
+    print_table([same | {"group": "a", "loss": 2.0, "checkpoint": "1"}, same | {"group": "b", "loss": 1.0,
+                 "checkpoint": "2"}, same | {"group": "a", "loss": 3.0, "checkpoint": "3"},
+                 same | {"group": "a", "loss": 3.0, "checkpoint": "3"}])  # fmt: skip
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split("|")[2].strip() for row in rows] == ["1", "2", ""]
     assert "2.500 ± 0.707" in rows[1]
@@ -248,5 +249,5 @@ def test_a_run_whose_data_changed_is_refused(runs, dataset, tmp_path):
     saved["data"]["tokenizer_sha256"] = "another"
     (tmp_path / "run").mkdir()
     torch.save(saved, tmp_path / "run" / "ckpt.pt")
-    with pytest.raises(ValueError, match="was trained with tokenizer bpe-512"):
+    with pytest.raises(ValueError, match="was trained on other data .bpe-512. than .*--data_dir"):
         evaluate_run(str(tmp_path / "run"), EvalConfig(), RT)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,59 @@ def test_a_llama_of_transformers_own_is_read(tmp_path, tied):
     model = make_model(input_mode="learned")
     from_llama(model, tmp_path / "llama")
     torch.testing.assert_close(model(IDS), llama(IDS).logits, atol=1e-5, rtol=1e-5)
+
+
+def change(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(attention_bias=True), "attention_bias=True there, False here"),
+        (dict(mlp_bias=True), "mlp_bias=True"),
+        (dict(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), "rope_type=llama3 there"),
+        (dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling="),
+        (dict(head_dim=36), "head_dim=36 there, 18 here"),
+        (dict(num_key_value_heads=1), "num_key_value_heads=1 there, 2 here"),
+        (dict(model_type="qwen2"), "model_type=qwen2"),
+    ],
+)
+def test_a_network_of_another_kind_is_refused(exports, tmp_path, changes, message):
+    shutil.copytree(exports / "learned_hf", tmp_path / "hf")
+    change(tmp_path / "hf", **changes)
+    with pytest.raises(ValueError, match=message):
+        from_llama(make_model(input_mode="learned"), tmp_path / "hf")
+
+
+def test_weights_that_do_not_fit_are_named(exports, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder, model = tmp_path / "hf", make_model(input_mode="learned")
+    shutil.copytree(exports / "learned_hf", folder)
+    whole = load_file(folder / "model.safetensors")
+    save_file({"other": torch.ones(3)}, folder / "zz_other.safetensors")
+    from_llama(model, folder)  # another file beside the model is none of its weights
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    for weights, message in [
+        (whole | {"model.layers.0.self_attn.q_proj.bias": torch.ones(36)}, "unknown weights, .*q_proj.bias"),
+        ({k: v for k, v in whole.items() if k != "lm_head.weight"}, "lacks weights, lm_head.weight"),
+        (whole | {gate: whole[gate].to(torch.int8)}, "gate_proj.weight .* no finite numbers"),
+        (whole | {gate: whole[gate] * float("nan")}, "gate_proj.weight .* no finite numbers"),
+        (whole | {gate: torch.ones(5, 36)}, "of another shape"),
+    ]:
+        save_file(weights, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            from_llama(model, folder)
+    for content in (b"", b"garbage" * 100):
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(ValueError, match="cannot read the weights in"):
+            from_llama(model, folder)
+    for content in ("[1]", '{"model_type": '):
+        (folder / "config.json").write_text(content)
+        with pytest.raises(ValueError, match="config.json is damaged"):
+            from_llama(model, folder)
 
 
 def test_training_starts_from_a_llama(exports, dataset, tmp_path):

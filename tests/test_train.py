@@ -497,6 +497,13 @@ def test_too_large_a_model_and_a_file_in_the_way_are_clean_errors(tiny_argv, tmp
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_a_reader_who_leaves_is_no_reason_to_stop(tiny_argv, tmp_path):
+    command = f"{sys.executable} train.py {' '.join(tiny_argv())} | head -1"
+    result = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout == "settings (* = not the default)\n" and "Traceback" not in result.stderr
+    assert load_checkpoint(tmp_path / "run")["iter"] == 20
+
+
 def test_closed_output_is_no_reason_to_stop(tiny_argv, tmp_path):
     command = f"{sys.executable} train.py {' '.join(tiny_argv())} >&- 2>&-"
     assert subprocess.run(command, shell=True, cwd=ROOT).returncode == 0
