@@ -4,6 +4,8 @@ Measure trained runs, sample from them, and compare the arms.
     python eval.py out/canonical_toy                                   loss on the validation split
     python eval.py out/canonical_toy --prompt="The function returns"   a sample
     python eval.py out/learned_toy out/canonical_toy out/gf2_toy       a table, and compare.png
+    python eval.py out/canonical_1p7b --tasks=paper                    benchmarks (data/benchmarks.py)
+    python eval.py out/canonical_1p7b --export=DIR                     a Hugging Face folder
 
     loss            mean of -log p(token | tokens before), over every validation token once, in nats
     perplexity      e^loss
@@ -62,7 +64,7 @@ class EvalConfig(Settings):
     benchmark_dir: str = ""      # folder with TASK.jsonl files; empty = the Hugging Face hub
     limit: int = -1              # first items of each benchmark; -1 = all
     save_items: bool = False     # write the log-probabilities of every item
-    data_dir: str = ""           # dataset to measure the loss on; empty = where training found its own
+    data_dir: str = ""           # where the run's dataset lies now; empty = where training found it
     export: str = ""             # folder to write the run to as a Hugging Face Llama
     batch_size: int = 16         # windows at a time
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
