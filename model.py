@@ -229,16 +229,21 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, reduction:
     """
     cross_entropy(x @ weight.T, targets) without all the logits at once: rows are taken in chunks,
     and each chunk's gradient is computed while its logits are there. x (N, C), weight (V, C),
-    targets (N,) -> a scalar, or (N,) for reduction "none".
+    targets (N,) -> a scalar, or (N,) for reduction "none", in float32.
     """
+    # PyTorch returns the loss in x's precision. For a low one, the tokens' losses are averaged here, so
+    # that the mean does not come in steps of a hundredth.
+    low = x.dtype != torch.float32
     options = nn.LinearCrossEntropyOptions(
         chunking_method=None,
         batch_chunk_size=max(1, min(len(x), 2**25 // len(weight))),  # 128 MiB of float32 logits
         allow_retain_graph=torch.compiler.is_compiling(),            # all that compile can trace
     )
-    return F.linear_cross_entropy(
-        x, weight, targets, reduction=reduction, ignore_index=IGNORE, options=options
-    )
+    kind = "none" if low else reduction
+    loss = F.linear_cross_entropy(x, weight, targets, reduction=kind, ignore_index=IGNORE, options=options)
+    if low and reduction == "mean":
+        return loss.float().sum() / (targets != IGNORE).sum()
+    return loss.float()
 
 
 class GPT(nn.Module):

@@ -124,7 +124,8 @@ def setup_runtime(device: str, dtype: str = "float32", compile: str = "False") -
             )
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)
-        torch.set_float32_matmul_precision("high")  # TF32 where float32 products remain
+        if choice.dtype != "float32":
+            torch.set_float32_matmul_precision("high")  # TF32 for the float32 products that remain
     if world_size > 1:
         if choice.device == "mps":
             raise ValueError("several processes cannot share device=mps: use one, or device=cpu")
