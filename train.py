@@ -127,10 +127,13 @@ def accumulation(cfg: TrainConfig, world_size: int) -> int:
     unit = cfg.batch_size * cfg.block_size * world_size
     if cfg.tokens_per_iter % unit != 0:
         below, above = cfg.tokens_per_iter // unit * unit, (cfg.tokens_per_iter // unit + 1) * unit
+        windows, rest = divmod(cfg.tokens_per_iter, cfg.block_size * world_size)
+        fits = [n for n in range(1, cfg.batch_size) if windows % n == 0 and windows and not rest]
         raise ValueError(
             f"tokens_per_iter must be a multiple of batch_size x block_size x ranks = "
             f"{cfg.batch_size} x {cfg.block_size} x {world_size} = {unit}, got "
             f"{cfg.tokens_per_iter}; the nearest are {f'{below} and ' if below else ''}{above}"
+            + (f"; or batch_size={fits[-1]}" if fits else "")
         )
     return cfg.tokens_per_iter // unit
 

@@ -170,6 +170,7 @@ def run_cli(main, program: str) -> None:
     except BrokenPipeError:
         sys.exit(1)
     except KeyboardInterrupt:
+        print(f"{program}: interrupted: the same command goes on from what is saved", file=sys.stderr)
         sys.exit(130)
     except ValueError as error:
         text = str(error)

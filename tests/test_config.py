@@ -103,6 +103,13 @@ def test_mistakes_on_the_command_line_end_cleanly():
     assert_clean_error(run("eval.py", "out/x", "--temprature=1"), "did you mean 'temperature'")
 
 
+def test_ctrl_c_is_told_in_one_sentence():
+    code = "from config import run_cli\ndef main(argv): raise KeyboardInterrupt\nrun_cli(main, 'x.py')"
+    result = run("-c", code)
+    assert result.returncode == 130
+    assert_clean_error(result, "x.py: interrupted: the same command goes on")
+
+
 @pytest.mark.parametrize("program", ["train.py", "eval.py"])
 def test_help_lists_every_setting_with_default_and_meaning(program):
     result = run(program, "--help")

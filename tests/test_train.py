@@ -104,8 +104,10 @@ def test_accumulation_follows_from_the_rest():
     assert [accumulation(cfg, ranks) for ranks in (1, 8, 64)] == [64, 8, 1]
     with pytest.raises(ValueError, match="16 x 2048 x 3 = 98304, got 2097152; .* 2064384 and 2162688"):
         accumulation(cfg, 3)
-    with pytest.raises(ValueError, match="the nearest are 4194304"):
+    with pytest.raises(ValueError, match="the nearest are 4194304; or batch_size=8$"):
         accumulation(cfg, 128)
+    with pytest.raises(ValueError, match="the nearest are 4096 and 6144$"):
+        accumulation(TrainConfig(tokens_per_iter=5000, batch_size=1, block_size=2048), 1)
 
 
 def test_the_rate_by_hand():
