@@ -90,7 +90,7 @@ def token_losses(
     device = model.lm_head.weight.device
     for x, y in batches:
         ids, targets = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)  # (B, T)
-        losses = model(ids, targets, "none").float().cpu().numpy()                     # (B, T)
+        losses = model(ids, targets, "none").cpu().numpy()                             # (B, T)
         counts = y >= 0
         yield x[counts], y[counts], losses[counts]
 
@@ -103,8 +103,8 @@ def validate(
     {"val_loss", "val_bpb"}, or an empty one if stop was asked for on any rank in between.
     """
     total = np.zeros(3)  # nats, tokens, bytes
-    rounds = batched(data.every_token_once(batch_size, limit), rt.world_size)
-    for batches in rounds:  # one batch a rank; the last round may have fewer
+    stream = data.every_token_once(batch_size, limit)
+    while batches := list(islice(stream, rt.world_size)):  # one a rank; the last round may have fewer
         if rt.any(stop.signal):
             return {}
         with rt.autocast():
@@ -112,18 +112,6 @@ def validate(
                 total += [losses.sum(dtype=np.float64), len(y), lengths[y].sum()]
     nats, n_tokens, n_bytes = rt.sum(*total)
     return {"val_loss": nats / n_tokens, "val_bpb": nats / math.log(2) / n_bytes}
-
-
-def batched(items: Iterator, n: int) -> Iterator[list]:
-    """Lists of n items, the last may be shorter."""
-    group = []
-    for item in items:
-        group.append(item)
-        if len(group) == n:
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 # -------------------------------------------------------------------------------
