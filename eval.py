@@ -33,11 +33,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from config import Settings, help_text, load_config, run_cli, split_args, try_json
 from config.machine import Runtime, leave, setup_runtime
-from data.benchmarks import PAPER, Task, find_tasks, read_items, score_items, task_metrics
+from data.benchmarks import PAPER, Item, Task, find_tasks, read_items, score_items, task_metrics
 from data.bigram import bigram_losses, counted_tokens
 from data.hugging_face import export, model_card
 from data.shards import Shards, identity
@@ -118,9 +117,10 @@ def validate(
 # benchmarks
 
 
-def run_tasks(run_dir: str, tasks: list[Task], cfg: EvalConfig, rt: Runtime) -> dict:
+def run_tasks(
+    run_dir: str, tasks: list[Task], items: dict[str, list[Item]], cfg: EvalConfig, rt: Runtime
+) -> dict:
     """Score tasks; a dict of their metrics. What is done is kept if a later task fails."""
-    items = {task.name: read_items(task, cfg.benchmark_dir, max(cfg.limit, 0)) for task in tasks}
     saved = load_checkpoint(run_dir)
     model, encoding = build_model(saved, rt.device), load_encoding(run_spec(run_dir, saved))
     results = {}
@@ -190,10 +190,7 @@ def evaluate_run(run_dir: str, cfg: EvalConfig, rt: Runtime) -> dict:
             f"({train_data.meta['tokenizer']}): name the right dataset with --data_dir"
         )
     n_batches = -(-val_data.n_tokens // (cfg.batch_size * model.cfg.block_size))
-    hidden = None if rt.rank == 0 else True
-    batches = tqdm(
-        val_data.every_token_once(cfg.batch_size), total=n_batches, desc=run_dir, disable=hidden
-    )
+    batches = rt.bar(val_data.every_token_once(cfg.batch_size), total=n_batches, desc=run_dir)
     own = islice(batches, rt.rank, None, rt.world_size)  # this rank's share
     x, y, losses = (np.concatenate(part) for part in zip(*rt.gather(list(token_losses(model, own)))))
     train_ids = counted_tokens(train_data)
@@ -511,7 +508,8 @@ def main(argv: list[str]) -> None:
                 export(build_model(saved), run_spec(run, saved), card, cfg.export)
                 print(f"exported: {cfg.export}, for transformers' AutoModelForCausalLM and AutoTokenizer")
         elif tasks:
-            results = [run_tasks(run, tasks, cfg, rt) for run in runs]
+            items = {t.name: read_items(t, cfg.benchmark_dir, max(cfg.limit, 0)) for t in tasks}
+            results = [run_tasks(run, tasks, items, cfg, rt) for run in runs]
             if rt.rank == 0:
                 print_tasks(results, tasks)
                 draw_tasks(Path(cfg.out_dir) / "tasks.png", results, tasks)

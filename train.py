@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -202,7 +203,8 @@ class Run:
     rt: Runtime
     train_data: Shards
     val_data: Shards
-    spec: dict            # the tokenizer
+    encoding: object      # the tokenizer, a tiktoken.Encoding
+    lengths: np.ndarray   # bytes of text that each token stands for
     subsets: list         # benchmarks to score as training goes
     raw_model: GPT        # evaluation, sampling and saving use this one
     model: nn.Module      # the same weights, compiled and synchronised among ranks
@@ -311,9 +313,10 @@ def set_up(cfg: TrainConfig, rt: Runtime) -> Run:
     accumulation(cfg, rt.world_size)
     train_data, val_data = open_data(cfg, rt)
     spec = read_spec(cfg.data_dir)
+    encoding, lengths = load_encoding(spec), token_lengths(spec)
     subsets = sample_tasks(cfg.eval_tasks, cfg.benchmark_dir, cfg.eval_tasks_items)
     for task, items in subsets:  # what cannot be scored is said now
-        pack_items(load_encoding(spec), items, task.name, cfg.block_size)
+        pack_items(encoding, items, task.name, cfg.block_size)
     saved = find_checkpoint(cfg, train_data, rt)
 
     # model
@@ -330,8 +333,7 @@ def set_up(cfg: TrainConfig, rt: Runtime) -> Run:
     # optimizer
     optimizer = raw_model.optimizer(cfg.learning_rate, (cfg.beta1, cfg.beta2), cfg.weight_decay)
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.choice.scaler)
-    run = Run(cfg, rt, train_data, val_data, spec, subsets, raw_model, model,
-              optimizer, scaler)  # fmt: skip
+    run = Run(cfg, rt, train_data, val_data, encoding, lengths, subsets, raw_model, model, optimizer, scaler)
     if saved:
         optimizer.load_state_dict(saved["optimizer"])
         scaler.load_state_dict(saved["scaler"])
@@ -367,13 +369,15 @@ def evaluate(run: Run, stop: Stop) -> None:
     """Add to the row what is due after iteration it. A stop in between leaves it out."""
     cfg, row, log = run.cfg, run.row, run.rt.log
     if run.due(cfg.eval_interval):
-        t0, lengths = time.perf_counter(), token_lengths(run.spec)  # bytes of text a token
-        row |= validate(run.raw_model, run.val_data, lengths, cfg.batch_size, run.rt, cfg.eval_tokens, stop)
+        t0 = time.perf_counter()
+        row |= validate(
+            run.raw_model, run.val_data, run.lengths, cfg.batch_size, run.rt, cfg.eval_tokens, stop
+        )
         row["eval_ms"] = 1000 * (time.perf_counter() - t0)
         if "val_loss" in row:
             log(f"iter {run.it}: validation loss {row['val_loss']:.4f}, {row['val_bpb']:.4f} bits per byte")
     if run.subsets and run.due(cfg.eval_tasks_interval) and not run.rt.any(stop.signal):
-        scores = score_subsets(run.raw_model, load_encoding(run.spec), run.subsets, run.rt)
+        scores = score_subsets(run.raw_model, run.encoding, run.subsets, run.rt)
         row |= scores
         log(f"iter {run.it}: {', '.join(f'{key} {value:.4g}' for key, value in scores.items())}")
 
@@ -455,8 +459,7 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
                 write_text(out_dir / "config.json", json.dumps(asdict(cfg), indent=2))
             print_header(run)
             stop = Stop()
-            hidden = None if rt.rank == 0 else True
-            bar = tqdm(total=cfg.max_iters, initial=run.it, unit="iter", disable=hidden)
+            bar = rt.bar(total=cfg.max_iters, initial=run.it, unit="iter")
             try:
                 stopped = loop(run, stop, bar)
             finally:
@@ -468,7 +471,7 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
                 return 128 + (stop.signal or signal.SIGTERM)
         if rt.rank == 0:
             draw_loss(out_dir / "loss.png", {cfg.input_mode: [read_metrics(out_dir / METRICS)]})
-            text = sample(run.raw_model, load_encoding(run.spec), "", 100, seed=cfg.seed)
+            text = sample(run.raw_model, run.encoding, "", 100, seed=cfg.seed)
             rt.log(f"a sample:\n{text}\n\nin {out_dir}: {CHECKPOINT}, {METRICS}, loss.png")
             rt.log(f'next: python eval.py {quoted} --prompt="The function returns"')
     return 0

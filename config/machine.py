@@ -78,6 +78,10 @@ class Runtime:
             except BrokenPipeError:  # who read along has left; the run goes on
                 sys.stdout = open(os.devnull, "w")
 
+    def bar(self, *args, **kwargs) -> tqdm:
+        """A progress bar: on the first rank, and only on a terminal."""
+        return tqdm(*args, disable=None if self.rank == 0 else True, **kwargs)
+
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all ranks."""
         if self.world_size == 1:

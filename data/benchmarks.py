@@ -30,7 +30,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from config import try_json
 from config.machine import Runtime
@@ -389,7 +388,7 @@ def score_items(
     known = rt.gather([read_scores(cache)] if rt.rank == 0 else [])[0]
     rows = [row for row in rows if any(keys[i] not in known for i in row.requests)]
     found = {}
-    with tqdm(total=len(rows), unit="item", desc=name, disable=None if rt.rank == 0 else True) as bar:
+    with rt.bar(total=len(rows), unit="item", desc=name) as bar:
         for i, batch in enumerate(make_batches(rows, max_tokens=8192)):
             if i % rt.world_size == rt.rank:
                 scores = {keys[r]: (lp, best) for r, lp, best in score_batch(model, batch)}

@@ -170,14 +170,20 @@ def test_a_run_counts_once_and_other_data_is_another_line(runs, tmp_path, capsys
     assert [[cell.strip() for cell in row] for row in rows] == [["canonical", "1"]] * 2
 
 
-def test_a_dataset_that_has_moved_is_named_by_data_dir(runs, dataset, tmp_path):
+def with_change(runs: Path, tmp_path: Path, part: str, key: str, value: str) -> str:
+    """A copy of a run whose checkpoint says something else in one place."""
     saved = load_checkpoint(runs / "learned_1")
-    saved["config"]["data_dir"] = "gone/away"
+    saved[part][key] = value
     (tmp_path / "run").mkdir()
     torch.save(saved, tmp_path / "run" / "ckpt.pt")
+    return str(tmp_path / "run")
+
+
+def test_a_dataset_that_has_moved_is_named_by_data_dir(runs, dataset, tmp_path):
+    run_dir = with_change(runs, tmp_path, "config", "data_dir", "gone/away")
     with pytest.raises(ValueError, match="gone/away, is not there: say where with --data_dir"):
-        evaluate_run(str(tmp_path / "run"), EvalConfig(), RT)
-    moved = evaluate_run(str(tmp_path / "run"), EvalConfig(data_dir=str(dataset)), RT)
+        evaluate_run(run_dir, EvalConfig(), RT)
+    moved = evaluate_run(run_dir, EvalConfig(data_dir=str(dataset)), RT)
     assert moved["loss"] == evaluate_run(str(runs / "learned_1"), EvalConfig(), RT)["loss"]
 
 
@@ -245,9 +251,6 @@ def test_mistakes_are_named(runs, args, words):
 
 
 def test_a_run_whose_data_changed_is_refused(runs, dataset, tmp_path):
-    saved = load_checkpoint(runs / "learned_1")
-    saved["data"]["tokenizer_sha256"] = "another"
-    (tmp_path / "run").mkdir()
-    torch.save(saved, tmp_path / "run" / "ckpt.pt")
+    run_dir = with_change(runs, tmp_path, "data", "tokenizer_sha256", "another")
     with pytest.raises(ValueError, match="was trained on other data .bpe-512. than .*--data_dir"):
-        evaluate_run(str(tmp_path / "run"), EvalConfig(), RT)
+        evaluate_run(run_dir, EvalConfig(), RT)
