@@ -27,7 +27,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -35,19 +34,20 @@ import numpy as np
 import torch
 
 from config import Settings, help_text, load_config, run_cli, split_args, try_json
+from config.checkpoints import load_checkpoint
 from config.machine import Runtime, leave, setup_runtime
 from data.benchmarks import PAPER, Item, Task, find_tasks, read_items, score_items, task_metrics
 from data.bigram import bigram_losses, counted_tokens
 from data.hugging_face import export, model_card
 from data.shards import Shards, identity
 from data.tokenizers import digest, load_encoding, read_spec, token_lengths
-from model import GPT, build_model, load_checkpoint
+from model import GPT, build_model
 
 # Settings of a run that do not change what it computes, but for dtype, which belongs to the machine.
 UNCOUNTED = {
     "run_name", "out_dir", "data_dir", "batch_size", "log_interval", "eval_interval", "eval_tokens",
     "save_interval", "eval_tasks", "eval_tasks_interval", "eval_tasks_items", "benchmark_dir", "device",
-    "dtype", "compile", "resume",
+    "dtype", "compile", "resume", "keep_checkpoints", "shard_optimizer", "activation_checkpointing", "plan",
 }  # fmt: skip
 
 
@@ -88,6 +88,8 @@ def token_losses(
     """Inputs, targets and -log p(target) of every token that counts, each (n,), batch by batch."""
     device = model.lm_head.weight.device
     for x, y in batches:
+        if len(x) == 0:
+            continue
         ids, targets = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)  # (B, T)
         losses = model(ids, targets, "none").cpu().numpy()                             # (B, T)
         counts = y >= 0
@@ -102,12 +104,11 @@ def validate(
     {"val_loss", "val_bpb"}, or an empty one if stop was asked for on any rank in between.
     """
     total = np.zeros(3)  # nats, tokens, bytes
-    stream = data.every_token_once(batch_size, limit)
-    while batches := list(islice(stream, rt.world_size)):  # one a rank; the last round may have fewer
+    for batch in data.every_token_once(batch_size, limit, rt.rank, rt.world_size):
         if rt.any(stop.signal):
             return {}
-        with rt.autocast():
-            for _, y, losses in token_losses(model, batches[rt.rank : rt.rank + 1]):
+        with rt.compute():
+            for _, y, losses in token_losses(model, [batch]):
                 total += [losses.sum(dtype=np.float64), len(y), lengths[y].sum()]
     nats, n_tokens, n_bytes = rt.sum(*total)
     return {"val_loss": nats / n_tokens, "val_bpb": nats / math.log(2) / n_bytes}
@@ -189,10 +190,10 @@ def evaluate_run(run_dir: str, cfg: EvalConfig, rt: Runtime) -> dict:
             f"{run_dir} was trained on other data ({saved['data']['tokenizer']}) than {data_dir} holds "
             f"({train_data.meta['tokenizer']}): name the right dataset with --data_dir"
         )
-    n_batches = -(-val_data.n_tokens // (cfg.batch_size * model.cfg.block_size))
-    batches = rt.bar(val_data.every_token_once(cfg.batch_size), total=n_batches, desc=run_dir)
-    own = islice(batches, rt.rank, None, rt.world_size)  # this rank's share
-    x, y, losses = (np.concatenate(part) for part in zip(*rt.gather(list(token_losses(model, own)))))
+    own = val_data.every_token_once(cfg.batch_size, 0, rt.rank, rt.world_size)  # this rank's share
+    n_batches = -(-val_data.n_tokens // (cfg.batch_size * model.cfg.block_size * rt.world_size))
+    batches = rt.bar(own, total=n_batches, desc=run_dir)
+    x, y, losses = (np.concatenate(part) for part in zip(*rt.gather(list(token_losses(model, batches)))))
     train_ids = counted_tokens(train_data)
     bigram = bigram_losses(train_ids, x, y, model.cfg.vocab_size)
     n_bytes = int(token_lengths(read_spec(data_dir))[y].sum())

@@ -14,17 +14,19 @@ Letters: B batch, T time, C width, H heads, D head width, F hidden width of the 
 import hashlib
 import math
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
 
 from codes import FixedTokenCode, compute_dtype
 from config import Settings
 
 IGNORE = -1  # a target that does not count
+CHUNK_BYTES = 2**27  # float32 logits that are there at a time
 
 
 @dataclass
@@ -124,9 +126,10 @@ class Linear(nn.Linear):
 
 def rotary_table(block_size: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """cos and sin of t theta^(-2 i / D) for position t and pair i, both (T, D), halves repeated."""
-    freq = theta ** (-torch.arange(0, head_dim, 2).float() / head_dim)  # (D / 2,)
-    angle = torch.outer(torch.arange(block_size).float(), freq)         # (T, D / 2)
-    angle = torch.cat([angle, angle], dim=-1)                           # (T, D)
+    # Computed on the CPU, so that every device gets the same numbers.
+    freq = theta ** (-torch.arange(0, head_dim, 2, device="cpu").float() / head_dim)   # (D / 2,)
+    angle = torch.outer(torch.arange(block_size, device="cpu").float(), freq)          # (T, D / 2)
+    angle = torch.cat([angle, angle], dim=-1)                                          # (T, D)
     return angle.cos(), angle.sin()
 
 
@@ -186,10 +189,10 @@ class CausalSelfAttention(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * gain. Under autocast x is low precision, and so must be the gain."""
+    """x / sqrt(mean(x^2) + eps) * gain. What autocast makes of it, x's precision is what comes out."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -236,7 +239,7 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, reduction:
     low = x.dtype != torch.float32
     options = nn.LinearCrossEntropyOptions(
         chunking_method=None,
-        batch_chunk_size=max(1, min(len(x), 2**25 // len(weight))),  # 128 MiB of float32 logits
+        batch_chunk_size=max(1, min(len(x), CHUNK_BYTES // 4 // len(weight))),
         allow_retain_graph=torch.compiler.is_compiling(),            # all that compile can trace
     )
     kind = "none" if low else reduction
@@ -261,8 +264,10 @@ class GPT(nn.Module):
         self.norm_f = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.lm_head = Linear(cfg.n_embd, cfg.vocab_size)
         cos, sin = rotary_table(cfg.block_size, cfg.n_embd // cfg.n_head, cfg.rope_theta)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        device = self.lm_head.weight.device
+        self.register_buffer("cos", cos.to(device), persistent=False)
+        self.register_buffer("sin", sin.to(device), persistent=False)
+        self.activation_checkpointing = False  # train.py's setting
         for name, p in self.named_parameters():
             self.init_parameter(name, p)
 
@@ -299,7 +304,11 @@ class GPT(nn.Module):
         if positions is not None:
             cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]  # (B, 1, T, D)
         for layer, block in enumerate(self.blocks):
-            x = block(x, cos, sin, mask, cache, layer)       # (B, T, C)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                # Keep x alone, and compute the block again when its gradient is due (arXiv:1604.06174).
+                x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, cos, sin, mask, cache, layer)   # (B, T, C)
         if cache is not None:
             cache.length = end
         return self.norm_f(x)
@@ -316,15 +325,22 @@ class GPT(nn.Module):
     # ---------------------------------------------------------------------------
     # training
 
-    def optimizer(self, learning_rate: float, betas: tuple, weight_decay: float):
-        """AdamW; matrices decay, the norms' gains do not."""
+    def optimizer(
+        self, learning_rate: float, betas: tuple, weight_decay: float, sharded: bool = False
+    ) -> torch.optim.Optimizer:
+        """AdamW; matrices decay, the norms' gains do not. Sharded: every rank updates some parameters."""
         params = list(self.parameters())
         groups = [
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
         fused = params[0].device.type in ("cpu", "cuda")  # one kernel for all parameters
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
+        options = {"lr": learning_rate, "betas": betas, "fused": fused}
+        if not sharded:
+            return AdamW(groups, **options)
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns when imported
+
+        return ZeroRedundancyOptimizer(groups, optimizer_class=AdamW, **options)
 
     def n_params(self) -> int:
         return sum(p.numel() for p in self.parameters())
@@ -398,31 +414,7 @@ class GPT(nn.Module):
 
 
 # -------------------------------------------------------------------------------
-# checkpoints (train.py writes them)
-
-CHECKPOINT = "ckpt.pt"
-CHECKPOINT_KEYS = {"model", "optimizer", "scaler", "iter", "row", "config", "data", "rng"}
-
-
-def load_checkpoint(run_dir: str | Path) -> dict:
-    """
-    The content of run_dir/ckpt.pt, on the CPU: tensors, numbers, strings, lists and dicts only, so
-    that no code in the file is ever run. Raises ValueError with the remedy.
-    """
-    path = Path(run_dir) / CHECKPOINT
-    if not path.is_file():
-        raise ValueError(f"no run in {run_dir} ({path} is missing): train one first, or fix the path")
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        foreign = not isinstance(saved, dict) or CHECKPOINT_KEYS - set(saved)
-    except Exception as error:  # a cut or foreign file fails in many ways
-        raise ValueError(
-            f"{path} is damaged or no checkpoint of this project ({type(error).__name__}): "
-            "delete it to train anew, or put back a copy"
-        ) from error
-    if foreign:
-        raise ValueError(f"{path} is no checkpoint of this project: choose another folder")
-    return saved
+# from a checkpoint (config/checkpoints.py)
 
 
 def build_model(saved: dict, device: str | torch.device = "cpu") -> GPT:

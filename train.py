@@ -12,10 +12,11 @@ An iteration is one optimizer step on tokens_per_iter tokens, however many ranks
 Which tokens they are depends on the iteration alone (data/shards.py), so ranks, micro-batches and
 restarts change nothing but the speed.
 
-The run's folder gets ckpt.pt, metrics.jsonl (one row an iteration), config.json and loss.png.
+The run's folder gets checkpoints, metrics.jsonl (one row an iteration), config.json and loss.png.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -23,19 +24,22 @@ import shlex
 import shutil
 import signal
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from config import help_text, load_config, run_cli, split_args
-from config.machine import Runtime, claim, leave, setup_runtime
+from config.checkpoints import checkpoints, load_checkpoint, write_checkpoint
+from config.machine import Runtime, Stop, claim, code_digest, leave, setup_runtime
+from config.plan import peak_flops, print_plan
 from data.benchmarks import pack_items, sample_tasks, score_subsets
 from data.hugging_face import from_llama
 from data.pydocs import PydocsConfig, prepare_pydocs
@@ -43,7 +47,7 @@ from data.shards import Shards, identity, window_numbers
 from data.tokenizers import FILE_NAME as TOKENIZER_FILE
 from data.tokenizers import load_encoding, read_spec, token_lengths
 from eval import UNCOUNTED, draw_loss, read_metrics, sample, validate, write_text
-from model import CHECKPOINT, GPT, GPTConfig, load_checkpoint, load_weights
+from model import GPT, GPTConfig, load_weights
 
 DEFAULT_DATA = "data/pydocs"
 METRICS = "metrics.jsonl"
@@ -68,15 +72,19 @@ class TrainConfig(GPTConfig):
     eval_interval: int = 1000       # iterations between validations; 0 = only the last
     eval_tokens: int = 0            # validation tokens looked at; 0 = all
     save_interval: int = 1000       # iterations between checkpoints; 0 = only the last
+    keep_checkpoints: int = 1       # newest checkpoints that stay on the disk
     eval_tasks: str = ""            # benchmarks to score as training goes, separated by commas
     eval_tasks_interval: int = 5000 # iterations between their scores; 0 = only the last
     eval_tasks_items: int = 200     # items of each that are scored
     benchmark_dir: str = ""         # folder with TASK.jsonl files; empty = the Hugging Face hub
+    shard_optimizer: bool = False   # each rank keeps a part of AdamW's state, not all (arXiv:1910.02054)
+    activation_checkpointing: bool = False  # save memory: compute each block again in the backward pass
     init_from: str = ""             # Hugging Face Llama folder whose weights the learned arm starts from
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of the products
     compile: Literal["auto", "True", "False"] = "auto"  # torch.compile the training step
     resume: Literal["auto", "never"] = "auto"  # continue the run in out_dir, or refuse to
+    plan: bool = False  # only print memory, time and disk of the run, for WORLD_SIZE ranks
 
     def __post_init__(self):
         if str(self.compile).lower() in ("0", "1", "false", "true"):
@@ -85,7 +93,7 @@ class TrainConfig(GPTConfig):
         self.at_least(1, "tokens_per_iter batch_size max_iters log_interval")
         self.at_least(0, "learning_rate warmup_iters decay_iters weight_decay beta1 beta2 grad_clip")
         self.at_least(0, "eval_interval eval_tokens save_interval eval_tasks_interval")
-        self.at_least(1, "eval_tasks_items")
+        self.at_least(1, "eval_tasks_items keep_checkpoints")
         if max(self.beta1, self.beta2) >= 1:
             raise ValueError(f"beta1 and beta2 must be below 1, got {self.beta1} and {self.beta2}")
         if not self.run_name or set(self.run_name) & set("/\\"):
@@ -94,30 +102,6 @@ class TrainConfig(GPTConfig):
 
 
 MAY_CHANGE = UNCOUNTED | {"max_iters"}  # when a run continues; more iterations prolong it
-
-# -------------------------------------------------------------------------------
-# stopping
-
-
-class Stop:
-    """
-    SIGTERM or Ctrl-C: the run ends after the iteration at work, saved. A second Ctrl-C ends it now.
-    """
-
-    def __init__(self):
-        self.signal = 0
-        self.before = {s: signal.signal(s, self.handle) for s in (signal.SIGTERM, signal.SIGINT)}
-
-    def handle(self, number: int, frame) -> None:
-        # torchrun passes a Ctrl-C on to processes that the terminal has told already.
-        if self.signal and number == signal.SIGINT and "WORLD_SIZE" not in os.environ:
-            raise KeyboardInterrupt
-        self.signal = self.signal or number
-
-    def restore(self) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
 
 # -------------------------------------------------------------------------------
 # batches, schedule, step
@@ -139,17 +123,35 @@ def accumulation(cfg: TrainConfig, world_size: int) -> int:
     return cfg.tokens_per_iter // unit
 
 
-def get_batch(data: Shards, cfg: TrainConfig, it: int, micro: int, rt: Runtime):
-    """Inputs and targets (B, T) of one micro-batch: the ranks' share of iteration it's windows."""
+def get_batch(data: Shards, cfg: TrainConfig, it: int, micro: int, rt: Runtime) -> Tensor:
+    """The windows (B, T + 1) of one micro-batch: this rank's share of iteration it's."""
     first = it * (cfg.tokens_per_iter // cfg.block_size)
     first += (micro * rt.world_size + rt.rank) * cfg.batch_size
-    windows = data.windows(window_numbers(first, cfg.batch_size, data.n_windows, cfg.seed))
-    tokens = torch.from_numpy(windows)  # (B, T + 1)
-    if rt.device.type == "cuda":
-        tokens = tokens.pin_memory().to(rt.device, non_blocking=True)
-    else:
-        tokens = tokens.to(rt.device)
-    return tokens[:, :-1], tokens[:, 1:]
+    return torch.from_numpy(data.windows(window_numbers(first, cfg.batch_size, data.n_windows, cfg.seed)))
+
+
+class Batches:
+    """
+    Inputs and targets (B, T), micro-batch after micro-batch from iteration it on. A thread reads the
+    next one while this one is at work, so that a slow disk costs nothing until it is the slowest part.
+    """
+
+    def __init__(self, data: Shards, cfg: TrainConfig, it: int, rt: Runtime):
+        accum = accumulation(cfg, rt.world_size)
+        places = ((i, micro) for i in itertools.count(it) for micro in range(accum))
+        reader = ThreadPoolExecutor(1)
+        self.submit = lambda: reader.submit(get_batch, data, cfg, *next(places), rt)
+        self.ahead, self.rt, self.waited_s = self.submit(), rt, 0.0
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        t0 = time.perf_counter()
+        tokens = self.ahead.result()
+        self.waited_s += time.perf_counter() - t0
+        self.ahead = self.submit()
+        if self.rt.device.type == "cuda":
+            tokens = tokens.pin_memory()  # so that copying it need not be waited for
+        tokens = tokens.to(self.rt.device, non_blocking=True)  # (B, T + 1)
+        return tokens[:, :-1], tokens[:, 1:]
 
 
 def lr_at(it: int, cfg: TrainConfig) -> float:
@@ -164,21 +166,21 @@ def lr_at(it: int, cfg: TrainConfig) -> float:
 
 
 def train_step(
-    model: nn.Module, optimizer, scaler, batches: list, clip: float, rt: Runtime
+    model: nn.Module, optimizer, scaler, batches: Iterator, accum: int, clip: float, rt: Runtime
 ) -> tuple[float, float]:
     """
-    One optimizer step from the micro-batches of an iteration, functions that return (x, y).
-    Returns the mean loss over all ranks and the gradient's norm; if either is not finite, nothing is
-    updated. With float16, a norm that is not finite is the scaler's business: it skips the step.
+    One optimizer step from the next accum micro-batches. Returns the mean loss over all ranks and the
+    gradient's norm; if either is not finite, nothing is updated. With float16, a norm that is not
+    finite is the scaler's business: it skips the step.
     """
     total = torch.zeros((), device=rt.device)
-    for i, get in enumerate(batches):
+    for micro in range(accum):
         if isinstance(model, DistributedDataParallel):
             # DDP reads this flag from the forward pass on, so it is set first: one all-reduce a step.
-            model.require_backward_grad_sync = i == len(batches) - 1
-        x, y = get()                             # (B, T), (B, T)
-        with rt.autocast():
-            loss = model(x, y) / len(batches)    # gradients add up; dividing makes their sum a mean
+            model.require_backward_grad_sync = micro == accum - 1
+        x, y = next(batches)             # (B, T), (B, T)
+        with rt.compute():
+            loss = model(x, y) / accum   # gradients add up; dividing makes their sum a mean
         scaler.scale(loss).backward()
         total += loss.detach()
     scaler.unscale_(optimizer)
@@ -209,62 +211,78 @@ class Run:
     raw_model: GPT        # evaluation, sampling and saving use this one
     model: nn.Module      # the same weights, compiled and synchronised among ranks
     optimizer: torch.optim.Optimizer
+    sharded: bool         # each rank has a part of the optimizer's state
     scaler: torch.amp.GradScaler
     it: int = 0           # optimizer steps done
-    row: dict = field(default_factory=dict)  # the metrics of the last one, until they are written
+    row: dict = field(default_factory=dict)    # the metrics of the last one
+    unwritten: list = field(default_factory=list)  # rows that are not in metrics.jsonl yet
     saved_at: int = -1    # the step that the checkpoint on disk is of
 
     def due(self, interval: int) -> bool:
         return self.it == self.cfg.max_iters or (interval > 0 and self.it % interval == 0)
 
+    def last_saved(self) -> str:
+        return f"iteration {self.saved_at}" if self.saved_at > 0 else "none yet"
 
-def save(run: Run) -> None:
+
+def save(run: Run, must: bool) -> None:
     """
-    Write a checkpoint whole or not at all: the last one stays until the new one is on the disk.
-    Raises ValueError if a number in it is not finite, so that a good one is never replaced by a bad.
-    All ranks hold the same weights; the first one writes.
+    Write a checkpoint. Raises ValueError if a number in it is not finite, so that a good one is never
+    replaced by a bad. If the disk does not take it, the run goes on with the last one, unless it must.
+    All ranks hold the same weights, and the first one writes.
     """
-    t0, path = time.perf_counter(), Path(run.cfg.out_dir) / CHECKPOINT
-    saved = {
-        "model": run.raw_model.state_dict(),
-        "optimizer": run.optimizer.state_dict(),
-        "scaler": run.scaler.state_dict(),
-        "iter": run.it,
-        "row": run.row,
-        "config": asdict(run.cfg),
-        "data": identity(run.train_data.meta),
-        "rng": torch.get_rng_state(),
-    }
-    tensors = list(saved["model"].values())
-    tensors += [t for state in saved["optimizer"]["state"].values() for t in state.values()]
-    if not all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point()):
+    t0, cfg, rt = time.perf_counter(), run.cfg, run.rt
+    if run.sharded:
+        run.optimizer.consolidate_state_dict(to=0)
+    state = run.optimizer.state_dict() if rt.rank == 0 else {"state": {}}
+    tensors = [*run.raw_model.parameters()]
+    tensors += [t for moments in state["state"].values() for t in moments.values()]
+    if rt.any(not all(bool(t.isfinite().all()) for t in tensors)):
         raise ValueError(
-            f"the weights after iteration {run.it} are not finite; {path} is kept as it was: "
-            "lower learning_rate"
+            f"the weights after iteration {run.it} are not finite; the last checkpoint of {cfg.out_dir} is "
+            "kept as it was: lower learning_rate"
         )
-    if run.rt.rank == 0:
-        unfinished = path.with_suffix(".tmp")
+    problem = []
+    if rt.rank == 0:
+        saved = {
+            "model": run.raw_model.state_dict(),
+            "optimizer": state["state"],
+            "scaler": run.scaler.state_dict(),
+            "iter": run.it,
+            "row": run.row,
+            "config": asdict(cfg),
+            "data": identity(run.train_data.meta),
+            "rng": torch.get_rng_state(),
+        }
         try:
-            with open(unfinished, "wb") as f:
-                torch.save(saved, f)
-                f.flush()
-                os.fsync(f.fileno())
-        except (OSError, RuntimeError) as error:  # PyTorch reports a full disk as a RuntimeError
-            unfinished.unlink(missing_ok=True)
-            raise OSError(f"cannot write {path} ({error}): the last checkpoint is kept") from error
-        os.replace(unfinished, path)
-    run.saved_at, run.row["save_ms"] = run.it, 1000 * (time.perf_counter() - t0)
+            write_checkpoint(cfg.out_dir, saved, cfg.keep_checkpoints)
+        except OSError as error:
+            problem = [f"{error}: the last checkpoint, {run.last_saved()}, is kept"]
+    if problem := rt.gather(problem):
+        if must:
+            raise OSError(f"{problem[0]}; make room, and the same command goes on from there")
+        rt.log(f"{problem[0]}, and the run goes on: make room")
+    else:
+        run.saved_at, run.row["save_ms"] = run.it, 1000 * (time.perf_counter() - t0)
+
+
+def load_optimizer(run: Run, saved: dict) -> None:
+    """
+    AdamW's state from a checkpoint, on any number of ranks: a sharded one takes its part and no more,
+    and every tensor is copied from the disk to its place once.
+    """
+    own = run.optimizer.optim if run.sharded else run.optimizer
+    mine = {p for group in own.param_groups for p in group["params"]}
+    for i, p in enumerate(p for group in run.optimizer.param_groups for p in group["params"]):
+        if p in mine:
+            own.state[p] = {key: t.to(p.device, copy=True) for key, t in saved[i].items()}
 
 
 def find_checkpoint(cfg: TrainConfig, data: Shards, rt: Runtime) -> dict | None:
     """The checkpoint to continue from. Raises ValueError if out_dir holds another run."""
-    saved = load_checkpoint(cfg.out_dir) if Path(cfg.out_dir, CHECKPOINT).exists() else None
-    steps = set(rt.gather([saved["iter"] if saved else 0]))
-    if len(steps) > 1:
-        raise ValueError(
-            f"the ranks see different checkpoints in {cfg.out_dir} (of iterations {sorted(steps)}): it "
-            "must be on a disk that all machines share"
-        )
+    saved = load_checkpoint(cfg.out_dir, training=True) if checkpoints(cfg.out_dir) else None
+    shared = f"the checkpoint in {cfg.out_dir}, which must be on a disk that all machines share"
+    rt.check_agreement({shared: saved["iter"] if saved else None, "data": identity(data.meta)})
     if saved is None:
         return None
     own = asdict(cfg)
@@ -291,6 +309,18 @@ def cut_metrics(path: Path, it: int) -> None:
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
+def append_rows(path: Path, rows: list[dict]) -> None:
+    """Append rows to metrics.jsonl and empty the list. A full disk leaves both as they were."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with open(path, "a", encoding="utf-8") as f:
+            f.writelines(json.dumps(row) + "\n" for row in rows)
+    except OSError:
+        os.truncate(path, size)
+    else:
+        rows.clear()
+
+
 # -------------------------------------------------------------------------------
 # set-up
 
@@ -309,8 +339,11 @@ def open_data(cfg: TrainConfig, rt: Runtime) -> tuple[Shards, Shards]:
 
 def set_up(cfg: TrainConfig, rt: Runtime) -> Run:
     """Everything in hand, at the start or where the last checkpoint stands. Writes nothing."""
-    # data
     accumulation(cfg, rt.world_size)
+    rt.check_agreement(asdict(cfg) | {"code": code_digest(), "PyTorch": torch.__version__})
+    rt.check_attention(cfg.n_embd // cfg.n_head)
+
+    # data
     train_data, val_data = open_data(cfg, rt)
     spec = read_spec(cfg.data_dir)
     encoding, lengths = load_encoding(spec), token_lengths(spec)
@@ -320,22 +353,26 @@ def set_up(cfg: TrainConfig, rt: Runtime) -> Run:
     saved = find_checkpoint(cfg, train_data, rt)
 
     # model
-    raw_model = GPT(cfg)
+    with rt.device:  # built where it computes
+        raw_model = GPT(cfg)
+    raw_model.activation_checkpointing = cfg.activation_checkpointing
     if saved:
         load_weights(raw_model, saved)
     elif cfg.init_from:
         from_llama(raw_model, cfg.init_from)
-    raw_model.to(rt.device)
-    model = torch.compile(raw_model) if rt.choice.compile else raw_model
+    # One graph of one shape: evaluation and sampling use raw_model, which stays as it is.
+    model = torch.compile(raw_model, fullgraph=True, dynamic=False) if rt.choice.compile else raw_model
     if rt.world_size > 1:
-        model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     # optimizer
-    optimizer = raw_model.optimizer(cfg.learning_rate, (cfg.beta1, cfg.beta2), cfg.weight_decay)
+    sharded = cfg.shard_optimizer and rt.world_size > 1
+    optimizer = raw_model.optimizer(cfg.learning_rate, (cfg.beta1, cfg.beta2), cfg.weight_decay, sharded)
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.choice.scaler)
-    run = Run(cfg, rt, train_data, val_data, encoding, lengths, subsets, raw_model, model, optimizer, scaler)
+    run = Run(cfg, rt, train_data, val_data, encoding, lengths, subsets,
+              raw_model, model, optimizer, sharded, scaler)  # fmt: skip
     if saved:
-        optimizer.load_state_dict(saved["optimizer"])
+        load_optimizer(run, saved["optimizer"])
         scaler.load_state_dict(saved["scaler"])
         torch.set_rng_state(saved["rng"])
         run.it, run.row, run.saved_at = saved["iter"], saved["row"], saved["iter"]
@@ -351,7 +388,10 @@ def print_header(run: Run) -> None:
     n_input, tokens = sum(p.numel() for p in model.wte.parameters()), cfg.max_iters * cfg.tokens_per_iter
     log(f"{cfg.input_mode}: {model.n_params():,} parameters, {n_input:,} of them in the input; "
         f"{model.flops_per_token():,} FLOPs a token")  # fmt: skip
-    log(f"device {choice.device}, {choice.dtype}, {'compiled' if choice.compile else 'eager'}")
+    peak = peak_flops(run.rt.device, choice.dtype)
+    log(f"device {choice.device}, {choice.dtype}, {'compiled' if choice.compile else 'eager'}, "
+        f"{'flash' if choice.flash else 'any'} attention, peak "
+        f"{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown'}")  # fmt: skip
     log(f"tokens/iter = {cfg.batch_size} micro x {cfg.block_size} block x "
         f"{accumulation(cfg, run.rt.world_size)} accumulation x {run.rt.world_size} ranks "
         f"= {cfg.tokens_per_iter:,}")  # fmt: skip
@@ -382,55 +422,56 @@ def evaluate(run: Run, stop: Stop) -> None:
         log(f"iter {run.it}: {', '.join(f'{key} {value:.4g}' for key, value in scores.items())}")
 
 
-def one_iteration(run: Run) -> None:
+def one_iteration(run: Run, batches: Batches) -> None:
     """Iteration it: its rate, its windows, its step; then it is one more, and its row is new."""
-    cfg, rt, t0 = run.cfg, run.rt, time.perf_counter()
+    cfg, rt, t0, waited_s = run.cfg, run.rt, time.perf_counter(), batches.waited_s
     lr = lr_at(run.it, cfg)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
-    batches = [
-        partial(get_batch, run.train_data, cfg, run.it, micro, rt)
-        for micro in range(accumulation(cfg, rt.world_size))
-    ]
-    loss, norm = train_step(run.model, run.optimizer, run.scaler, batches, cfg.grad_clip, rt)
+    accum = accumulation(cfg, rt.world_size)
+    loss, norm = train_step(run.model, run.optimizer, run.scaler, batches, accum, cfg.grad_clip, rt)
     run.it += 1
     if not math.isfinite(loss) or not (math.isfinite(norm) or run.scaler.is_enabled()):
         raise ValueError(
             f"iteration {run.it} has loss {loss} and gradient norm {norm}: training stops, the last "
-            f"checkpoint ({f'iteration {run.saved_at}' if run.saved_at > 0 else 'none yet'}) is kept; "
+            f"checkpoint ({run.last_saved()}) is kept; "
             "lower learning_rate or raise warmup_iters"
         )
-    dt = time.perf_counter() - t0
+    dt, peak = time.perf_counter() - t0, peak_flops(rt.device, rt.choice.dtype)
+    flops_per_s = run.raw_model.flops_per_token() * cfg.tokens_per_iter / dt / rt.world_size
     run.row = {
         "iter": run.it, "tokens": run.it * cfg.tokens_per_iter, "loss": loss, "lr": lr,
-        "grad_norm": norm, "dt_ms": 1000 * dt, "tok_per_s": cfg.tokens_per_iter / dt,
+        "grad_norm": norm, "dt_ms": 1000 * dt, "data_ms": 1000 * (batches.waited_s - waited_s),
+        "tok_per_s": cfg.tokens_per_iter / dt, "mfu": flops_per_s / peak if peak else None,
+        "memory_gb": rt.peak_memory_gb(),
     }  # fmt: skip
 
 
 def loop(run: Run, stop: Stop, bar: tqdm) -> bool:
     """Train to max_iters. Returns whether it was asked to stop before."""
     cfg, rt = run.cfg, run.rt
+    batches = Batches(run.train_data, cfg, run.it, rt)
     while True:
         # evaluate the weights after iteration it, and record them
         if run.row and not rt.any(stop.signal):
             evaluate(run, stop)
         stopping = rt.any(stop.signal)
         if run.row and rt.rank == 0:
-            with open(Path(cfg.out_dir, METRICS), "a", encoding="utf-8") as f:
-                f.write(json.dumps(run.row) + "\n")
+            run.unwritten.append(run.row)
+            append_rows(Path(cfg.out_dir, METRICS), run.unwritten)
 
         # end
         if stopping and run.it > max(run.saved_at, 0):
-            save(run)
+            save(run, must=True)
         if stopping or run.it >= cfg.max_iters:
             return stopping
 
         # step
-        one_iteration(run)
+        one_iteration(run, batches)
 
         # save, before any long evaluation
         if run.due(cfg.save_interval):
-            save(run)
+            save(run, must=run.it == cfg.max_iters)
 
         # log
         row = run.row
@@ -438,9 +479,10 @@ def loop(run: Run, stop: Stop, bar: tqdm) -> bool:
         bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
         if bar.disable and run.due(cfg.log_interval):
             left = (cfg.max_iters - run.it) * row["dt_ms"] / 60_000
+            used = f", {row['mfu']:.0%} of the peak" if row["mfu"] else ""
             rt.log(
                 f"iter {run.it}/{cfg.max_iters}: loss {row['loss']:.4f}, lr {row['lr']:.2e}, "
-                f"norm {row['grad_norm']:.2f}, {row['tok_per_s']:,.0f} tok/s, {left:.1f} min left"
+                f"norm {row['grad_norm']:.2f}, {row['tok_per_s']:,.0f} tok/s{used}, {left:.1f} min left"
             )
 
 
@@ -472,7 +514,7 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
         if rt.rank == 0:
             draw_loss(out_dir / "loss.png", {cfg.input_mode: [read_metrics(out_dir / METRICS)]})
             text = sample(run.raw_model, run.encoding, "", 100, seed=cfg.seed)
-            rt.log(f"a sample:\n{text}\n\nin {out_dir}: {CHECKPOINT}, {METRICS}, loss.png")
+            rt.log(f"a sample:\n{text}\n\nin {out_dir}: {checkpoints(out_dir)[-1].name}, {METRICS}, loss.png")
             rt.log(f'next: python eval.py {quoted} --prompt="The function returns"')
     return 0
 
@@ -483,11 +525,14 @@ def main(argv: list[str]) -> int:
         return 0
     files, given = split_args(argv)
     cfg = load_config(TrainConfig, files, given)
+    if cfg.plan:
+        if os.environ.get("RANK", "0") == "0":
+            print_plan(cfg, int(os.environ.get("WORLD_SIZE", 1)))
+        return 0
     rt = setup_runtime(cfg.device, cfg.dtype, cfg.compile)
-    try:
-        return train(cfg, rt)
-    finally:
-        leave(rt)
+    status = train(cfg, rt)
+    leave(rt)  # not after an error, when the others may never answer
+    return status
 
 
 if __name__ == "__main__":

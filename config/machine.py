@@ -1,20 +1,26 @@
 """
-Where a program runs: device, precision, and this process among the others that torchrun started.
+Where a program runs: device, precision, and this process among the others that torchrun started;
+when it is asked to stop, and which folder is its own.
 
 What "auto" means is decided once, by pure functions that a table in tests/ holds to their word.
 """
 
 import contextlib
+import hashlib
 import os
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 # -------------------------------------------------------------------------------
@@ -29,6 +35,7 @@ class Choice:
     dtype: str
     scaler: bool   # float16 gradients underflow unless the loss is scaled up
     compile: bool
+    flash: bool    # attention by the flash kernel (arXiv:2307.08691), and by no other
 
 
 def choose(
@@ -54,7 +61,8 @@ def choose(
     if compile == "True" and not can_compile:
         raise ValueError("torch.compile does not work on this machine: use compile=False or auto")
     compiled = compile == "True" or (compile == "auto" and device == "cuda" and can_compile)
-    return Choice(device, dtype, scaler=dtype == "float16", compile=compiled)
+    flash = device == "cpu" or (device == "cuda" and capability >= (8, 0) and dtype != "float32")
+    return Choice(device, dtype, scaler=dtype == "float16", compile=compiled, flash=flash)
 
 
 # -------------------------------------------------------------------------------
@@ -103,10 +111,50 @@ class Runtime:
         dist.all_gather_object(lists, items)
         return [item for one in lists for item in one]
 
-    def autocast(self):
-        if self.choice.dtype == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=getattr(torch, self.choice.dtype))
+    @contextlib.contextmanager
+    def compute(self) -> Iterator[None]:
+        """How the model's forward pass runs: its products in the chosen precision, and flash attention."""
+        with contextlib.ExitStack() as stack:
+            if self.choice.dtype != "float32":
+                stack.enter_context(torch.autocast(self.device.type, getattr(torch, self.choice.dtype)))
+            if self.choice.flash:
+                stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+            yield
+
+    def check_attention(self, head_dim: int) -> None:
+        """Try the flash kernel once. Raises ValueError if it does not take this width, D."""
+        q = torch.zeros(1, 1, 8, head_dim, device=self.device, dtype=getattr(torch, self.choice.dtype))
+        try:
+            with self.compute():
+                F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        except RuntimeError as error:
+            raise ValueError(
+                f"flash attention does not work on this {self.device.type} with heads of width {head_dim} in "
+                f"{self.choice.dtype}: choose n_head so that n_embd / n_head is a multiple of 8 and at most "
+                "256, or dtype=float32"
+            ) from error
+
+    def peak_memory_gb(self) -> float | None:
+        """The most that this process has held at a time, of the GPU's memory or of the machine's."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 1e9
+        if os.name != "posix":
+            return None
+        import resource  # not on Windows
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+    def check_agreement(self, own: dict) -> None:
+        """Raises ValueError, on all ranks, with what a rank was given that the first one was not."""
+        first, *others = self.gather([own])
+        for rank, other in enumerate(others, start=1):
+            differ = [f"{key} ({other.get(key)}, not {first[key]})" for key in first if other.get(key) != first[key]]
+            if differ:
+                raise ValueError(
+                    f"rank {rank} differs from rank 0 in {', '.join(differ)}: start all of them with the same "
+                    "code, settings and files"
+                )
 
 
 def setup_runtime(device: str, dtype: str = "float32", compile: str = "False") -> Runtime:
@@ -133,7 +181,8 @@ def setup_runtime(device: str, dtype: str = "float32", compile: str = "False") -
     if world_size > 1:
         if choice.device == "mps":
             raise ValueError("several processes cannot share device=mps: use one, or device=cpu")
-        dist.init_process_group("nccl" if choice.device == "cuda" else "gloo")
+        backend = "nccl" if choice.device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=1))  # a checkpoint may take its time
     return Runtime(choice, rank, world_size, place)
 
 
@@ -141,6 +190,34 @@ def leave(rt: Runtime) -> None:
     """Part from the other processes."""
     if rt.world_size > 1:
         dist.destroy_process_group()
+
+
+def code_digest() -> str:
+    """SHA-256 of this repository's Python files, to tell whether all machines run the same."""
+    root, found = Path(__file__).parent.parent, hashlib.sha256()
+    for path in sorted([*root.glob("*.py"), *root.glob("config/*.py"), *root.glob("data/*.py")]):
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+class Stop:
+    """
+    SIGTERM or Ctrl-C: the run ends after the iteration at work, saved. A second Ctrl-C ends it now.
+    """
+
+    def __init__(self):
+        self.signal = 0
+        self.before = {s: signal.signal(s, self.handle) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def handle(self, number: int, frame) -> None:
+        # torchrun passes a Ctrl-C on to processes that the terminal has told already.
+        if self.signal and number == signal.SIGINT and "WORLD_SIZE" not in os.environ:
+            raise KeyboardInterrupt
+        self.signal = self.signal or number
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
 
 # -------------------------------------------------------------------------------

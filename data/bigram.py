@@ -37,7 +37,7 @@ def counted_tokens(data: Shards) -> np.ndarray:
     """The training split, up to COUNTED_TOKENS of it."""
     parts, left = [], COUNTED_TOKENS
     for i in range(len(data.files)):
-        parts.append(np.asarray(data.tokens(i)[:left]))
+        parts.append(data.read(i, 0, left))
         left -= len(parts[-1])
         if left <= 0:
             break

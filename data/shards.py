@@ -27,11 +27,14 @@ import numpy as np
 from config import try_json
 from data import tokenizers
 
-SCAN_TOKENS = 2**24  # files up to this size have every id checked on opening; all are checked on reading
+SCAN_TOKENS = 2**24  # up to this size every id is checked on opening; beyond, when it is read
 
 
 class Shards:
-    """One split ("train" or "val") of a dataset. Files are memory-mapped when first read."""
+    """
+    One split ("train" or "val") of a dataset. Only the tokens asked for are ever read, and no file is
+    kept open: thousands of files cost no more than one, in memory and in time.
+    """
 
     def __init__(self, folder: str | Path, split: str, vocab_size: int, block_size: int):
         self.folder, self.vocab_size, self.block_size = Path(folder), vocab_size, block_size
@@ -55,23 +58,27 @@ class Shards:
                 f"{self.folder}: the {split} files hold {self.n_tokens} tokens, fewer than "
                 f"block_size + 1 = {block_size + 1} in a row: use more text or a smaller block_size"
             )
-        self.opened: dict[int, np.ndarray] = {}
+        if self.n_tokens <= SCAN_TOKENS:
+            for i, size in enumerate(self.sizes):
+                self.read(i, 0, size)
 
-    def tokens(self, i: int) -> np.ndarray:
-        """File i, memory-mapped."""
-        if i not in self.opened:
-            self.opened[i] = np.memmap(self.paths[i], dtype="<u2", mode="r")
-            if self.sizes[i] <= SCAN_TOKENS:
-                self.check_ids(self.opened[i], i, 0)
-        return self.opened[i]
-
-    def check_ids(self, tokens: np.ndarray, i: int, offset: int) -> None:
+    def read(self, i: int, start: int, stop: int) -> np.ndarray:
+        """Tokens start .. stop - 1 of file i, at most to its end: (n,) uint16, every id checked."""
+        # Not a memory map: every page that one has touched counts as this process's memory.
+        tokens = np.fromfile(self.paths[i], dtype="<u2", count=max(0, stop - start), offset=2 * start)
+        wanted = min(stop, int(self.sizes[i])) - start
+        if len(tokens) < wanted:
+            raise ValueError(
+                f"{self.paths[i]} ends after token {start + len(tokens)}, but should have {self.sizes[i]}: "
+                f"it was cut while in use; prepare the dataset again with `{self.meta['command']}`"
+            )
         if len(tokens) and tokens.max() >= self.vocab_size:
             at = int(np.argmax(tokens >= self.vocab_size))
             raise ValueError(
-                f"{self.paths[i]}: id {tokens[at]} at token {offset + at} is outside the vocabulary "
+                f"{self.paths[i]}: id {tokens[at]} at token {start + at} is outside the vocabulary "
                 f"of {self.vocab_size}: prepare it again with `{self.meta['command']}`"
             )
+        return tokens
 
     def windows(self, numbers: np.ndarray) -> np.ndarray:
         """The windows of the given numbers in 0 .. N-1: (B,) -> (B, T + 1) int64."""
@@ -79,17 +86,16 @@ class Shards:
         of_file = np.searchsorted(self.first_window, numbers, side="right") - 1
         for row, (number, i) in enumerate(zip(numbers, of_file)):
             start = int(number - self.first_window[i]) * self.block_size
-            window = self.tokens(i)[start : start + self.block_size + 1]
-            self.check_ids(window, i, start)
-            out[row] = window
+            out[row] = self.read(i, start, start + self.block_size + 1)
         return out
 
     def every_token_once(
-        self, batch_size: int, limit: int = 0
+        self, batch_size: int, limit: int = 0, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """
         Inputs and targets (B, T), int64, in which each token of the split, or each of its first
-        `limit` tokens (0 = all), is a target exactly once.
+        `limit` tokens (0 = all), is a target exactly once over all ranks. Every rank gets the same
+        number of batches; the last may be smaller than the others, or empty.
         Each file is read after an end-of-text id, so that its first token has something to follow.
         The rest of a row behind the file's end has target -1, which does not count.
         """
@@ -98,19 +104,16 @@ class Shards:
         for i, size in enumerate(self.sizes):
             size = min(size, left)
             left -= size
-            for start in range(0, size, T):
-                target = self.tokens(i)[start : min(start + T, size)]
-                before = [eot] if start == 0 else self.tokens(i)[start - 1 : start]
-                self.check_ids(target, i, start)
-                row = np.full((2, T), [[eot], [-1]], dtype=np.int64)
-                row[0, : len(target)] = np.concatenate([before, target[:-1]])
-                row[1, : len(target)] = target
-                rows.append(row)
-                if len(rows) == batch_size:
-                    yield tuple(np.stack(rows, axis=1))
-                    rows = []
-        if rows:
-            yield tuple(np.stack(rows, axis=1))
+            rows += [(i, start, min(start + T, size)) for start in range(0, size, T)]
+        for first in range(0, len(rows), batch_size * world_size):
+            own = rows[first + rank * batch_size : first + (rank + 1) * batch_size]
+            x, y = np.full((len(own), T), eot), np.full((len(own), T), -1)
+            for k, (i, start, stop) in enumerate(own):
+                tokens = self.read(i, max(start - 1, 0), stop)
+                if start == 0:
+                    tokens = np.concatenate([[eot], tokens])
+                x[k, : stop - start], y[k, : stop - start] = tokens[:-1], tokens[1:]
+            yield x, y
 
 
 def identity(meta: dict) -> dict:

@@ -175,7 +175,7 @@ def bench_eval() -> None:
     from data.tokenizers import gpt2_spec, load_encoding
     from test_harness import REAL, harness_model, harness_scores, local_rows
 
-    spec, rt = gpt2_spec(), Runtime(Choice("cpu", "float32", scaler=False, compile=False))
+    spec, rt = gpt2_spec(), Runtime(Choice("cpu", "float32", scaler=False, compile=False, flash=True))
     cfg = GPTConfig(vocab_size=49152, block_size=512, n_layer=5, n_head=5, n_embd=160)
     model, encoding = GPT(cfg), load_encoding(spec)
     print(f"eval: {model.n_params() / 1e6:.1f} M parameters, {len(REAL)} tasks of 200 items")

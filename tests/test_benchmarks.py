@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 from pathlib import Path
@@ -26,10 +27,10 @@ from data.benchmarks import (
     task_metrics,
 )
 from data.tokenizers import load_encoding, read_spec
-from model import load_checkpoint
+from config.checkpoints import load_checkpoint
 from train import main as train
 
-RT = Runtime(Choice("cpu", "float32", scaler=False, compile=False))
+RT = Runtime(Choice("cpu", "float32", scaler=False, compile=False, flash=True))
 
 
 # -------------------------------------------------------------------------------
@@ -374,7 +375,7 @@ def test_a_retrained_run_does_not_inherit_scores(dataset, questions, tmp_path):
     train(argv)
     eval_module.main([args[0]])
     eval_module.main(args)
-    (tmp_path / "run" / "ckpt.pt").unlink()
+    shutil.rmtree(tmp_path / "run" / "ckpt_000020")
     train([*argv, "--seed=9", "--input_mode=learned"])
     eval_module.main([args[0], f"--export={tmp_path / 'hf'}"])
     card = (tmp_path / "hf" / "README.md").read_text()

@@ -26,11 +26,12 @@ from eval import (
     read_metrics,
     sample,
 )
-from model import build_model, load_checkpoint
+from config.checkpoints import load_checkpoint, write_checkpoint
+from model import build_model
 from train import main as train
 
 
-RT = Runtime(Choice("cpu", "float32", scaler=False, compile=False))
+RT = Runtime(Choice("cpu", "float32", scaler=False, compile=False, flash=True))
 
 
 @pytest.fixture(scope="module")
@@ -172,10 +173,10 @@ def test_a_run_counts_once_and_other_data_is_another_line(runs, tmp_path, capsys
 
 def with_change(runs: Path, tmp_path: Path, part: str, key: str, value: str) -> str:
     """A copy of a run whose checkpoint says something else in one place."""
-    saved = load_checkpoint(runs / "learned_1")
+    saved = load_checkpoint(runs / "learned_1", training=True)
     saved[part][key] = value
     (tmp_path / "run").mkdir()
-    torch.save(saved, tmp_path / "run" / "ckpt.pt")
+    write_checkpoint(tmp_path / "run", saved, keep=1)
     return str(tmp_path / "run")
 
 

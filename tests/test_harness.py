@@ -16,7 +16,8 @@ from data.benchmarks import TASKS, read_items, score_items, task_metrics
 from data.hugging_face import export
 from conftest import TINY
 from data.tokenizers import gpt2_spec, load_encoding, read_spec
-from model import GPT, GPTConfig, build_model, load_checkpoint
+from config.checkpoints import load_checkpoint
+from model import GPT, GPTConfig, build_model
 from train import main as train
 
 lm_eval = pytest.importorskip("lm_eval", reason="tests/requirements.txt is not installed")
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     not {"BENCHMARK_DIR", "TIKTOKEN_CACHE_DIR"} <= set(os.environ),
     reason="BENCHMARK_DIR or TIKTOKEN_CACHE_DIR is not set",
 )
-RT = Runtime(Choice("cpu", "float32", scaler=False, compile=False))
+RT = Runtime(Choice("cpu", "float32", scaler=False, compile=False, flash=True))
 
 # What the real files do not have, in the hub's columns.
 MADE_UP = {

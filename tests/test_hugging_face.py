@@ -15,7 +15,8 @@ import eval as eval_module
 from conftest import ARMS, ROOT, TINY, assert_clean_error, make_model, run, texts
 from data.hugging_face import export, from_llama, hugging_face_json
 from data.tokenizers import gpt2_spec, load_encoding, read_spec
-from model import build_model, load_checkpoint
+from config.checkpoints import load_checkpoint
+from model import build_model
 from test_tokenizers import ODD, random_unicode
 from train import main as train
 
@@ -205,8 +206,7 @@ def test_without_safetensors_the_package_is_named(exports, tmp_path):
 
 def test_another_tokenizer_beside_the_checkpoint_is_refused(exports, tmp_path):
     run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "ckpt.pt").write_bytes((exports / "gf2" / "ckpt.pt").read_bytes())
+    shutil.copytree(exports / "gf2", run_dir)
     spec = read_spec(exports / "gf2") | {"name": "another"}
     (run_dir / "tiktoken.json").write_text(json.dumps(spec, indent=0))
     for args in (["--prompt=x"], [f"--export={tmp_path / 'x'}"], ["--tasks=piqa", f"--benchmark_dir={tmp_path}"]):
