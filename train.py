@@ -258,6 +258,8 @@ def save(run: Run, must: bool) -> None:
             write_checkpoint(cfg.out_dir, saved, cfg.keep_checkpoints)
         except OSError as error:
             problem = [f"{error}: the last checkpoint, {run.last_saved()}, is kept"]
+    if run.sharded:
+        run.optimizer._all_state_dicts.clear()  # PyTorch would keep the collected parts
     if problem := rt.gather(problem):
         if must:
             raise OSError(f"{problem[0]}; make room, and the same command goes on from there")
@@ -363,7 +365,7 @@ def set_up(cfg: TrainConfig, rt: Runtime) -> Run:
     # One graph of one shape: evaluation and sampling use raw_model, which stays as it is.
     model = torch.compile(raw_model, fullgraph=True, dynamic=False) if rt.choice.compile else raw_model
     if rt.world_size > 1:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
 
     # optimizer
     sharded = cfg.shard_optimizer and rt.world_size > 1

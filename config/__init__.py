@@ -179,9 +179,11 @@ def run_cli(main, program: str) -> None:
         if error.filename is not None:
             text = f"cannot use {error.filename}: {error.strerror}; check the path, its permissions and the disk"
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
         text = f"not enough memory: lower batch_size or the model's sizes ({error})"
+        if "by peer" in str(error) or type(error).__name__.startswith("Dist"):
+            text = "the connection to another process is lost: the message of the one that ended first says why"
+        elif isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
     if os.environ.get("RANK", "0") != "0":
         time.sleep(3)  # most mistakes are every rank's: the first one speaks, torchrun ends the rest
     print(f"{program}: error: {' '.join(text.split())}", file=sys.stderr)

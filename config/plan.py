@@ -11,6 +11,7 @@ A rank's memory holds, for N parameters,
     AdamW's two means    8 N, or with shard_optimizer the largest rank's part of it
     16-bit weights       2 N, autocast's copies, in bfloat16 or float16
     activations          what the backward pass needs of every token of the micro-batch
+    working space        the largest tensors that are in the making
 
 Nothing is allocated (the model is built on PyTorch's "meta" device) and no data is looked at.
 
@@ -18,6 +19,7 @@ Letters: B batch, T time, C width, F hidden width of the MLP, V vocabulary, L la
 """
 
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 
@@ -61,78 +63,79 @@ def largest_share(model: GPT, ranks: int) -> int:
     return max(loads)
 
 
-def memory(model: GPT, cfg, ranks: int, batch_size: int, half: bool, compiled: bool) -> dict[str, int]:
+def block_activations(C: int, F: int, compiled: bool) -> int:
     """
-    Bytes of a rank at the peak, the start of the backward pass, by part. half: 16-bit products.
+    Numbers that a block keeps of each token for the backward pass: the inputs and outputs of its two
+    norms, q, k, v and what they were cut from, the attention's output (10 C), gate, up and their
+    product (3 F). Without compile also what the norms scale (2 C) and silu of the gate (F).
+    """
+    return 10 * C + 3 * F if compiled else 12 * C + 4 * F
 
-    A block keeps for each token: both norms' inputs and outputs, q, k, v and the place they were cut
-    from, and the attention's output (10 C); gate and up, and the MLP's product (3 F). Without compile
-    each norm keeps a float32 or normalized copy more, and SwiGLU the silu (12 C + 4 F).
-    """
+
+def memory(model: GPT, cfg, ranks: int, half: bool, compiled: bool) -> dict[str, int]:
+    """Bytes of a rank at its peak, between the forward and the backward pass. half: 16-bit products."""
     C, F, L, V = cfg.n_embd, cfg.n_inner or 4 * cfg.n_embd, cfg.n_layer, cfg.vocab_size
-    N, size, tokens = model.n_params(), 2 if half else 4, batch_size * cfg.block_size
-    block = 10 * C + 3 * F if compiled else 12 * C + 4 * F
+    N, size, tokens = model.n_params(), 2 if half else 4, cfg.batch_size * cfg.block_size
+    block = block_activations(C, F, compiled)
     kept = L * C + block if cfg.activation_checkpointing else L * block
-    share = largest_share(model, ranks) if cfg.shard_optimizer else N
+    logits = min(4 * tokens * V, CHUNK_BYTES) * (2 if compiled else 1)
     parts = {
         "weights": 4 * N,
         "gradients": 4 * N,
-        "AdamW's means": 8 * share,
+        "AdamW's means": 8 * (largest_share(model, ranks) if cfg.shard_optimizer else N),
         "activations": size * tokens * kept,
-        # The gradients of x, of the MLP's product and of gate and up are in the making at the peak.
-        "working space": size * tokens * (2 * C + 4 * F) + size * V * C + CHUNK_BYTES,
+        # In the making at the peak: gradients of the head and of x, or of what is in the last MLP.
+        "working space": max(logits + size * (V + tokens) * C, size * tokens * (C + 4 * F)),
     }
     if half:
-        parts["16-bit weights"] = 2 * (N - sum(p.numel() for p in model.wte.parameters()))
+        parts["16-bit weights"] = 2 * (N - parameters(model).get("input", 0))
     return parts
 
 
 def largest_batch(model: GPT, cfg, ranks: int, card_gb: int, half: bool, compiled: bool) -> int:
     """The largest legal batch_size that fits a card, 0 if none does."""
     windows = cfg.tokens_per_iter // cfg.block_size // ranks
-    fits = [
-        B for B in range(1, windows + 1)
-        if windows % B == 0
-        and sum(memory(model, cfg, ranks, B, half, compiled).values()) <= USABLE * card_gb * 1e9
-    ]  # fmt: skip
-    return max(fits, default=0)
+    for B in range(windows, 0, -1):
+        parts = memory(model, replace(cfg, batch_size=B), ranks, half, compiled)
+        if windows % B == 0 and sum(parts.values()) <= USABLE * card_gb * 1e9:
+            return B
+    return 0
+
+
+def hours(flops: float, gpus: int, name: str) -> float:
+    return flops / (gpus * PEAK[name] * UTILISATION) / 3600
 
 
 def print_plan(cfg, ranks: int) -> None:
-    """The plan of a TrainConfig."""
+    """The plan of a TrainConfig on so many ranks."""
     with torch.device("meta"):
         model = GPT(cfg)
-    N, tokens = model.n_params(), cfg.max_iters * cfg.tokens_per_iter
-    half, compiled = cfg.dtype != "float32" and cfg.device != "cpu", cfg.compile != "False" and cfg.device != "cpu"
+    on_gpu = cfg.device != "cpu"
+    half, compiled = on_gpu and cfg.dtype != "float32", cfg.compile == "True" or (on_gpu and cfg.compile == "auto")
+    N, tokens, flops = model.n_params(), cfg.max_iters * cfg.tokens_per_iter, model.flops_per_token()
 
     print(f"parameters, {cfg.input_mode}")
     for part, n in (parameters(model) | {"in all": N}).items():
         print(f"  {part:16} {n:>15,}")
 
-    parts = memory(model, cfg, ranks, cfg.batch_size, half, compiled)
-    print(f"memory of one of {ranks} ranks in GB, batch_size {cfg.batch_size}, "
+    parts = memory(model, cfg, ranks, half, compiled)
+    print(f"memory in GB of one of {ranks} ranks, batch_size {cfg.batch_size}, "
           f"{'16-bit products' if half else 'float32'}, {'compiled' if compiled else 'eager'}")  # fmt: skip
     for part, n in (parts | {"in all": sum(parts.values())}).items():
         print(f"  {part:16} {n / 1e9:>15.2f}")
 
-    print("largest batch_size for a card of " + ", ".join(f"{gb} GB" for gb in CARDS_GB))
-    kept = cfg.activation_checkpointing, cfg.shard_optimizer
-    for cfg.activation_checkpointing in (False, True):
-        for cfg.shard_optimizer in (False, True)[: 2 if ranks > 1 else 1]:
-            sizes = [largest_batch(model, cfg, ranks, gb, half, compiled) for gb in CARDS_GB]
-            names = [key for key in ("activation_checkpointing", "shard_optimizer") if getattr(cfg, key)]
-            print(f"  {', '.join(str(n or '-') for n in sizes):16} with {' and '.join(names) or 'neither flag'}")
-    cfg.activation_checkpointing, cfg.shard_optimizer = kept
+    print(f"largest batch_size for cards of {', '.join(map(str, CARDS_GB))} GB (- = none)")
+    for sharded in (False, True)[:ranks]:
+        for recomputed in (False, True):
+            way = replace(cfg, activation_checkpointing=recomputed, shard_optimizer=sharded)
+            sizes = [largest_batch(model, way, ranks, gb, half, compiled) for gb in CARDS_GB]
+            print("  " + " ".join(f"{n or '-':>4}" for n in sizes)
+                  + f"   activation_checkpointing={recomputed}, shard_optimizer={sharded}")  # fmt: skip
 
-    flops = model.flops_per_token()
     print(f"{cfg.max_iters:,} iterations of {cfg.tokens_per_iter:,} tokens = {tokens:,} tokens\n"
-          f"{flops:,} FLOPs a token, {flops * tokens:.3g} in all")  # fmt: skip
+          f"{flops:,} FLOPs a token, {flops * tokens:.3g} in all; at {UTILISATION:.0%} of the peak")  # fmt: skip
     for gpus, name in CLUSTERS:
-        print(f"  {gpus} x {name}: {hours(flops * tokens, gpus, name):,.1f} hours, "
-              f"{gpus * hours(flops * tokens, gpus, name):,.0f} GPU hours, at {UTILISATION:.0%} of the peak")  # fmt: skip
-    print(f"disk: {2 * tokens / 1e9:.1f} GB for tokens that are read once, {12 * N / 1e9:.1f} GB a checkpoint, "
+        time = hours(flops * tokens, gpus, name)
+        print(f"  {gpus:2} x {name}   {time:>10,.1f} hours {gpus * time:>10,.0f} GPU hours")
+    print(f"disk: {2 * tokens / 1e9:.1f} GB for as many tokens, {12 * N / 1e9:.2f} GB a checkpoint, "
           f"{cfg.keep_checkpoints + 1} of them while one is written")  # fmt: skip
-
-
-def hours(flops: float, gpus: int, name: str) -> float:
-    return flops / (gpus * PEAK[name] * UTILISATION) / 3600

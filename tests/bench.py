@@ -101,9 +101,11 @@ def peak_of(function) -> tuple[float, float]:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    result = function()
-    done.set()
-    thread.join()
+    try:
+        result = function()
+    finally:
+        done.set()
+        thread.join()
     return result, peak
 
 
