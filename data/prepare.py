@@ -18,7 +18,10 @@ import shlex
 import shutil
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -31,7 +34,7 @@ from config.machine import is_at_work, owner
 from data import shards, tokenizers
 
 SHARD_TOKENS = 100_000_000  # a file is closed after the document that reaches this
-BATCH_BYTES = 4_000_000     # text that is tokenized at a time: bounds the memory
+BATCH_BYTES = 2_000_000     # text that one thread tokenizes at a time: bounds the memory
 BPE_BYTES = 50_000_000      # text that a trained tokenizer looks at
 OURS = r"(train|val)_\d+\.bin|meta\.json|tiktoken\.json|\.partial-"  # names in a dataset's folder
 
@@ -94,33 +97,125 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(f.fileno())
 
 
-def write_split(folder: Path, split: str, documents: Iterator[str], encoding, threads: int, bar):
-    """Tokenize documents into split_00000.bin, ...; yields the meta.json entry of each file."""
-    eot, file, n_files = encoding.eot_token, None, 0
-    while batch := list(take(documents, BATCH_BYTES)):
-        for text, ids in zip(batch, encoding.encode_ordinary_batch(batch, num_threads=threads)):
-            if file is None:
-                entry = {"name": f"{split}_{n_files:05d}.bin", "tokens": 0, "documents": 0, "bytes": 0}
-                file = open(folder / entry["name"], "wb")
-            np.array(ids + [eot], dtype="<u2").tofile(file)
-            size = len(text.encode())
-            entry["tokens"] += len(ids) + 1
-            entry["documents"] += 1
-            entry["bytes"] += size
-            bar.update(size)
-            if entry["tokens"] >= SHARD_TOKENS:
-                close(file)
-                yield entry
-                file, n_files = None, n_files + 1
-    if file is not None:
-        close(file)
-        yield entry
+# -------------------------------------------------------------------------------
+# text -> ids -> files
 
 
-def close(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
+def batches(documents: Iterable[tuple[object, str]]) -> Iterator[list[tuple[object, str]]]:
+    """The documents in lists of about BATCH_BYTES."""
+    batch, size = [], 0
+    for key, text in documents:
+        batch.append((key, text))
+        size += len(text)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def tokenize(
+    documents: Iterable[tuple[object, str]], encoding, threads: int
+) -> Iterator[tuple[object, np.ndarray, int]]:
+    """
+    (key, text) -> (key, ids, bytes of the text), in the order of the documents; ids are uint16 and end
+    with end-of-text. The key is the caller's: it comes back as it was.
+
+    tiktoken works without Python's lock, so that threads are enough to use every core. About two
+    batches a thread are under way at a time: nobody waits for the reader, and memory stays bounded.
+    """
+
+    def encode(batch: list) -> list:
+        done = []
+        for key, text in batch:
+            ids = encoding.encode_to_numpy(text, disallowed_special=())  # nothing is special: all is text
+            row = np.full(len(ids) + 1, encoding.eot_token, dtype="<u2")
+            row[:-1] = ids
+            done.append((key, row, len(text.encode())))
+        return done
+
+    waiting, pool = deque(), ThreadPoolExecutor(threads)
+    try:
+        for batch in batches(documents):
+            waiting.append(pool.submit(encode, batch))
+            if len(waiting) > 2 * threads + 2:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # who stops early, or Ctrl-C, waits for no batch in the queue
+
+
+class ShardWriter:
+    """
+    Writes one split into split_00000.bin, ..., each under a temporary name until it is complete.
+
+    entries holds what meta.json says of each file. The last one has no sha256 while its file is open;
+    a writer that is made with such entries goes on behind the tokens that they count.
+    """
+
+    def __init__(self, folder: Path, split: str, entries: Iterable[dict] = ()):
+        self.folder, self.split, self.file = folder, split, None
+        self.entries = [dict(entry) for entry in entries]
+        self.tokens = sum(entry["tokens"] for entry in self.entries)
+        if self.entries and "sha256" not in self.entries[-1]:
+            self.reopen()
+
+    def partial(self) -> Path:
+        return self.folder / f".partial-{self.entries[-1]['name']}"
+
+    def reopen(self) -> None:
+        """Cut the open file back to what its entry counts: a kill may have left more."""
+        final, path, size = self.folder / self.entries[-1]["name"], self.partial(), 2 * self.entries[-1]["tokens"]
+        if final.exists():  # completed, and killed before anything was noted
+            os.replace(final, path)
+        if not path.exists() or path.stat().st_size < size:
+            raise ValueError(f"{path} is missing or cut short: delete {self.folder} and begin anew")
+        os.truncate(path, size)
+        self.sha256, self.file = shards.hash_file(path), open(path, "ab")
+
+    def add(self, ids: np.ndarray, n_bytes: int) -> bool:
+        """Append a document of n_bytes of text. True if that completed a file."""
+        if self.file is None:
+            name = f"{self.split}_{len(self.entries):05d}.bin"
+            self.entries.append({"name": name, "tokens": 0, "documents": 0, "bytes": 0})
+            self.sha256, self.file = hashlib.sha256(), open(self.partial(), "wb")
+        self.file.write(ids)
+        self.sha256.update(ids)
+        self.tokens += len(ids)
+        for key, n in (("tokens", len(ids)), ("documents", 1), ("bytes", n_bytes)):
+            self.entries[-1][key] += n
+        if self.entries[-1]["tokens"] < SHARD_TOKENS:
+            return False
+        self.finish()
+        return True
+
+    def sync(self) -> None:
+        """Have on disk what was added."""
+        if self.file is not None:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+    def finish(self) -> None:
+        """Complete the open file, if there is one."""
+        if self.file is not None:
+            self.sync()
+            self.file.close()
+            os.replace(self.partial(), self.folder / self.entries[-1]["name"])
+            self.entries[-1]["sha256"], self.file = self.sha256.hexdigest(), None
+
+
+def write_split(
+    folder: Path, split: str, documents: Iterator[str], encoding, threads: int, bar
+) -> list[dict]:
+    """Tokenize documents into the files of a split; the meta.json entry of each."""
+    writer = ShardWriter(folder, split)
+    with closing(tokenize(((None, text) for text in documents), encoding, threads)) as stream:
+        for _, ids, n_bytes in stream:
+            writer.add(ids, n_bytes)
+            bar.update(n_bytes)
+    writer.finish()
+    return writer.entries
 
 
 def take(documents: Iterator[str], n_bytes: int) -> Iterator[str]:
@@ -132,10 +227,32 @@ def take(documents: Iterator[str], n_bytes: int) -> Iterator[str]:
             return
 
 
-def command_of(module: str, cfg: PrepareConfig) -> str:
+# -------------------------------------------------------------------------------
+# a dataset and its meta.json
+
+
+def command_of(module: str, cfg: Settings) -> str:
     """The command line that makes this dataset again."""
     changed = [f for f in fields(cfg) if getattr(cfg, f.name) != f.default and f.name != "threads"]
     return shlex.join(["python", "-m", module, *(f"--{f.name}={getattr(cfg, f.name)}" for f in changed)])
+
+
+def meta_of(spec: dict, encoding, files: list[dict]) -> dict:
+    """What meta.json says of a dataset with this tokenizer and these files."""
+    return {
+        "tokenizer": spec["name"],
+        "tokenizer_sha256": tokenizers.digest(spec),
+        "vocab_size": encoding.n_vocab,
+        "eot_id": encoding.eot_token,
+        "files": files,
+    }
+
+
+def report(folder: Path, files: list[dict]) -> None:
+    for split in ("train", "val"):
+        entries = [file for file in files if file["name"].startswith(split)]
+        tokens, docs = (sum(file[key] for file in entries) for key in ("tokens", "documents"))
+        print(f"{folder}: {split:5} {tokens:>12,} tokens in {docs:,} documents")
 
 
 def is_intact(folder: Path) -> bool:
@@ -197,10 +314,7 @@ def prepare(
         shutil.rmtree(partial, ignore_errors=True)
         if not any(folder.iterdir()):
             folder.rmdir()
-    for split in ("train", "val"):
-        entries = [file for file in meta["files"] if file["name"].startswith(split)]
-        tokens, docs = (sum(file[key] for file in entries) for key in ("tokens", "documents"))
-        print(f"{folder}: {split:5} {tokens:>12,} tokens in {docs:,} documents")
+    report(folder, meta["files"])
     return folder
 
 
@@ -222,13 +336,7 @@ def write_dataset(folder: Path, cfg: PrepareConfig, corpus: Callable, seen: dict
     with tqdm(total=seen["bytes"], unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar:
         for split in ("train", "val"):
             files += write_split(folder, split, documents(split == "val"), encoding, threads, bar)
-    return {
-        "tokenizer": spec["name"],
-        "tokenizer_sha256": tokenizers.digest(spec),
-        "vocab_size": encoding.n_vocab,
-        "eot_id": encoding.eot_token,
-        "files": files,
-    }
+    return meta_of(spec, encoding, files)
 
 
 def remove_leftovers(folder: Path, age_s: float = 24 * 3600) -> None:

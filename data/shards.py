@@ -18,11 +18,14 @@ and neighbours share one:
 Letters: B batch, T time (block_size), N windows of a split.
 """
 
+import hashlib
 import shlex
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from config import try_json
 from data import tokenizers
@@ -161,6 +164,43 @@ def check_size(path: Path, n_tokens: int, command: str) -> None:
             f"{path} has {size} bytes, but should have {2 * n_tokens} (2 for each token): it is damaged, "
             f"prepare the dataset again with `{command}`"
         )
+
+
+def hash_file(path: Path):
+    """The SHA-256 object of a file, read block by block."""
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(2**20):
+            sha256.update(block)
+    return sha256
+
+
+def damage_of(path: Path, entry: dict) -> str:
+    """What is wrong with a file, compared with its entry in meta.json; empty if nothing is."""
+    if not path.is_file():
+        return f"{path.name} is missing"
+    if path.stat().st_size != 2 * entry["tokens"]:
+        return f"{path.name} has {path.stat().st_size} bytes, but should have {2 * entry['tokens']}"
+    if "sha256" not in entry:
+        return f"{path.name} has no sha256 in meta.json"
+    return "" if hash_file(path).hexdigest() == entry["sha256"] else f"{path.name} has other bytes"
+
+
+def verify(folder: str | Path) -> int:
+    """
+    Read every byte of a dataset and compare it with meta.json; the number of files. Raises ValueError
+    that names each damaged one. Hashing works without Python's lock, so threads are enough for all cores.
+    """
+    folder, meta = Path(folder), read_meta(folder)
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda entry: damage_of(folder / entry["name"], entry), meta["files"])
+        found = list(tqdm(found, total=len(meta["files"]), unit="file", desc="verifying", disable=None))
+    if any(found):
+        raise ValueError(
+            f"{folder} is damaged ({'; '.join(filter(None, found))}): copy these files anew, or delete "
+            f"{folder} and run `{meta['command']}`"
+        )
+    return len(found)
 
 
 # -------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """
 Benchmarks, run by hand: ratios within one run, never absolute times.
 
-    python tests/bench.py [--train] [--loss] [--sample] [--start] [--eval]     all but --eval without one
+    python tests/bench.py [--train] [--loss] [--sample] [--start] [--corpus] [--eval]     all but --eval without one
 
     train    tokens per second against transformers' Llama: same shapes, optimizer, threads; eager and,
              where a C++ compiler is found, compiled
     loss     head and loss at V = 49,152: memory and speed against logits-then-cross-entropy
     sample   512 tokens with the key/value cache against without
     start    seconds of `import train` and of --help
+    corpus   tokens per second of data.fineweb_edu, from parquet files to shards, against tiktoken alone on
+             one core; and its memory for a small and a large corpus
     eval     items a second on the files of BENCHMARK_DIR against lm-evaluation-harness on the export
 """
 
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import redirect_stdout
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -168,6 +171,57 @@ def bench_start() -> None:
         print(f"start: python {' '.join(args)} takes {min(ts):.1f} s")
 
 
+def write_corpus(folder: Path, copies: int) -> list[str]:
+    """The documents of the default corpus again and again, in parquet files of 1,000 rows a group."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from data.pydocs import documents
+
+    texts = [text for text in documents() if len(text) < 30_000]  # as long as web pages are
+    folder.mkdir()
+    for i in range(copies):
+        table = pa.table({"text": texts * 10, "id": [f"{i} {k}" for k in range(len(texts) * 10)]})
+        pq.write_table(table, folder / f"{i:03}.parquet", row_group_size=1000)
+    return texts * 10 * copies
+
+
+def prepare_corpus(source: str, n_bytes: int) -> None:
+    from data.fineweb_edu import FinewebConfig, prepare
+
+    with tempfile.TemporaryDirectory() as out, open(os.devnull, "w") as null, redirect_stdout(null):
+        # More tokens than there are, so that all is read.
+        prepare(FinewebConfig(data_dir=f"{out}/d", source=source, tokens=n_bytes, val_fraction=0.01))
+
+
+def corpus_peak(folder: str) -> float:
+    return peak_of(lambda: prepare_corpus(folder, 10**9))[1]
+
+
+def bench_corpus() -> None:
+    from data.tokenizers import gpt2_spec, load_encoding
+
+    encoding, cores = load_encoding(gpt2_spec()), os.cpu_count()
+    with tempfile.TemporaryDirectory() as folder:
+        texts = write_corpus(Path(folder) / "small", 2)
+        write_corpus(Path(folder) / "large", 8)
+        n_bytes = sum(len(text.encode()) for text in texts)
+        times = best_times(
+            {
+                "tiktoken": lambda: [encoding.encode_ordinary(text) for text in texts],
+                "ours": lambda: prepare_corpus(f"{folder}/small", n_bytes),
+            },
+            repeats=3,
+        )
+        with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+            peaks = pool.map(corpus_peak, [f"{folder}/small", f"{folder}/large"], chunksize=1)
+    ratio = times["tiktoken"] / times["ours"]
+    print(
+        f"corpus {n_bytes / 1e6:.0f} MB, {cores} threads: {ratio:.2f} times tiktoken on one core, {ratio / cores:.2f} "
+        f"a thread; memory {peaks[0]:.2f} GB, {peaks[1]:.2f} for 4 times the corpus"
+    )
+
+
 def bench_eval() -> None:
     from pytest import MonkeyPatch
 
@@ -202,6 +256,6 @@ def bench_eval() -> None:
 
 
 if __name__ == "__main__":
-    names = [arg.lstrip("-") for arg in sys.argv[1:]] or ["train", "loss", "sample", "start"]
+    names = [arg.lstrip("-") for arg in sys.argv[1:]] or ["train", "loss", "sample", "start", "corpus"]
     for name in names:
         globals()[f"bench_{name}"]()

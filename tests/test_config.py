@@ -136,8 +136,9 @@ def test_the_arms_differ_in_the_input_alone(name):
 
 def test_importing_a_module_does_nothing(tmp_path):
     modules = "train, eval, codes, model, data.pydocs, data.text, data.prepare, data.shards"
+    modules += ", data.fineweb_edu"
     code = f"import sys; sys.argv = ['x', '--nonsense']; sys.path.insert(0, {str(ROOT)!r})\nimport {modules}"
-    code += "\nassert not {'matplotlib', 'tiktoken', 'datasets', 'transformers'} & set(sys.modules)"
+    code += "\nassert not {'matplotlib', 'tiktoken', 'datasets', 'pyarrow', 'transformers'} & set(sys.modules)"
     result = run("-W", "error", "-c", code, cwd=tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []

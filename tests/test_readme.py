@@ -10,13 +10,15 @@ import torch
 from codes import FixedTokenCode
 from config import load_config, split_args
 from conftest import ROOT
+from data.fineweb_edu import FinewebConfig
 from data.pydocs import PydocsConfig
 from data.text import TextConfig
 from eval import EvalConfig
 from train import TrainConfig
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SETTINGS = {"train.py": TrainConfig, "eval.py": EvalConfig, "data.text": TextConfig, "data.pydocs": PydocsConfig}
+SETTINGS = {"train.py": TrainConfig, "eval.py": EvalConfig, "data.text": TextConfig, "data.pydocs": PydocsConfig,
+            "data.fineweb_edu": FinewebConfig}  # fmt: skip
 
 
 def commands() -> list[list[str]]:
