@@ -95,12 +95,11 @@ def list_source(source: str) -> list[str]:
     elif os.path.exists(source):
         files = [source]
     else:
-        raise ValueError(f"source {source} does not exist: name a file or a folder, or leave it out for the hub")
+        raise ValueError(f"source {source} does not exist: name a file or a folder, or none for the hub")
     kinds = {Path(urlparse(file).path).suffix for file in files}
     if len(kinds) > 1 or not kinds <= set(KINDS):
-        raise ValueError(
-            f"source {source} must be of one kind, {' or '.join(KINDS)}, got {', '.join(sorted(kinds)) or 'none'}"
-        )
+        has = ", ".join(sorted(kinds)) or "another"
+        raise ValueError(f"source {source} must be of one kind, {' or '.join(KINDS)}, got {has}")
     return files
 
 
@@ -161,11 +160,13 @@ def documents(cfg: FinewebConfig, file: int, row: int) -> Iterator[tuple[tuple, 
             failures += 1
             what = f"cannot read {cfg.source or REPO} ({type(error).__name__}: {str(error)[:200]})"
             if not is_remote(cfg.source):
-                raise ValueError(f"{what}: see {name_of(cfg.source, file)} behind row {row}, or the file after "
-                                 "it") from error  # fmt: skip
+                raise ValueError(
+                    f"{what}: mend {name_of(cfg.source, file)} behind row {row}, or the file after it"
+                ) from error
             if failures == TRIES:
-                raise ValueError(f"{what}, {TRIES} times: check the network; the same command goes on from "
-                                 "what is done") from error  # fmt: skip
+                raise ValueError(
+                    f"{what}, {TRIES} times: check the network; the same command goes on from what is done"
+                ) from error
             wait = min(2 ** (failures - 1), MAX_WAIT)
             tqdm.write(f"{' '.join(what.split())}: trying again in {wait} s")
             time.sleep(wait)
@@ -183,15 +184,15 @@ def rows_of(table, source: str, row: int) -> Iterator[tuple[str, str]]:
     """(text, id) of each row. Raises ValueError for what is missing."""
     missing = {"text", "id"} - set(table.column_names)
     if missing:
-        raise ValueError(f"{source} has no column {', '.join(sorted(missing))} (it has: "
-                         f"{', '.join(table.column_names)}): name them text and id")  # fmt: skip
+        lacks, has = (", ".join(sorted(names)) for names in (missing, table.column_names))
+        raise ValueError(f"{source} has no column {lacks}, but needs text and id (it has: {has})")
     for i, (text, name) in enumerate(zip(table["text"].to_pylist(), table["id"].to_pylist()), start=row):
-        for key, value, good in (("text", text, isinstance(text, str)), ("id", name, name not in (None, ""))):
-            if not good:
-                raise ValueError(
-                    f"{source}: row {i} (from 0) has the {key} {value!r}: every document needs a text, and an id "
-                    "that decides its split"
-                )
+        if not isinstance(text, str) or name in (None, ""):
+            key, value = ("text", text) if not isinstance(text, str) else ("id", name)
+            raise ValueError(
+                f"{source}: row {i} (from 0) has the {key} {value!r}: every document needs a text, and an id "
+                "that decides its split"
+            )
         yield text, str(name)
 
 
@@ -205,7 +206,7 @@ def is_finished(folder: Path, wish: dict) -> bool:
     if not noted:
         foreign = [p for p in folder.glob("*") if p.name != "lock" and not re.match(OURS, p.name)]
         if foreign or (folder.exists() and not folder.is_dir()):
-            raise ValueError(f"{folder} is in the way: it is no dataset of this kind; choose another --data_dir")
+            raise ValueError(f"{folder} is in the way: it is no dataset; choose another --data_dir")
         return False
     held = try_json(noted[0].read_text(encoding="utf-8"))
     if not isinstance(held, dict) or held.get("wish") != wish:
@@ -221,8 +222,9 @@ def check_sizes(folder: Path, held: dict) -> None:
     for entry in held.get("files", []) + held.get("train", []) + held.get("val", []):
         path, size = folder / entry["name"], 2 * entry["tokens"]
         if "sha256" in entry and not (path.is_file() and path.stat().st_size == size):
-            raise ValueError(f"{path} is missing or has not {size} bytes: copy it anew, or delete {folder} "
-                             "and begin anew")  # fmt: skip
+            raise ValueError(
+                f"{path} is missing or has not {size} bytes: copy it anew, or delete {folder} and begin anew"
+            )
 
 
 def read_progress(folder: Path, source: str) -> dict:
@@ -249,7 +251,7 @@ def save_json(path: Path, content: dict) -> None:
 def remove_useless(folder: Path) -> None:
     """What a run leaves that ended before its first file was complete."""
     if not any((folder / name).exists() for name in ("meta.json", "progress.json", "lock")):
-        for path in folder.glob(".partial-*"):
+        for path in [p for p in folder.glob(".partial-*") if p.is_file()]:
             path.unlink()
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -260,8 +262,8 @@ def check_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ValueError(
-            f"{folder} needs {needed / 1e9:.1f} GB more of disk, {free / 1e9:.1f} GB are free: free some, choose "
-            "another --data_dir, or lower --tokens"
+            f"{folder} needs {needed / 1e9:.1f} GB more of disk, {free / 1e9:.1f} GB are free: free some, "
+            "choose another --data_dir, or lower --tokens"
         )
 
 
@@ -271,7 +273,7 @@ def write_splits(cfg: FinewebConfig, folder: Path, wish: dict, encoding) -> list
     train, val = (ShardWriter(folder, split, progress[split]) for split in ("train", "val"))
     threads, t0, before = cfg.threads or os.cpu_count() or 1, time.perf_counter(), train.tokens
     source = documents(cfg, progress["file"], progress["row"])
-    bar = tqdm(total=cfg.tokens, initial=before, unit="tok", unit_scale=True, desc="tokenizing", disable=None)
+    bar = tqdm(total=cfg.tokens, initial=before, unit="tok", unit_scale=True, disable=None)
     with bar, contextlib.closing(tokenize(source, encoding, threads)) as stream:
         for (is_val, file, row), ids, n_bytes in stream:
             if is_val:
@@ -288,11 +290,12 @@ def write_splits(cfg: FinewebConfig, folder: Path, wish: dict, encoding) -> list
                 if bar.disable:
                     rate = (train.tokens - before) / (time.perf_counter() - t0)
                     left = tqdm.format_interval((cfg.tokens - train.tokens) / rate)
-                    print(f"{train.tokens:,} of {cfg.tokens:,} tokens, {rate:,.0f} tok/s, {left} left", flush=True)
+                    done = f"{train.tokens:,} of {cfg.tokens:,} tokens"
+                    print(f"{done}, {rate:,.0f} tok/s, {left} left", flush=True)
     if not train.tokens or not val.tokens:
         raise ValueError(
-            f"{train.tokens} tokens are for training and {val.tokens} for validation, but both are needed: use "
-            "more --tokens or another --val_fraction"
+            f"{train.tokens} tokens are for training and {val.tokens} for validation, but both are needed: "
+            "use more --tokens or another --val_fraction"
         )
     train.finish()
     val.finish()
@@ -328,8 +331,9 @@ def prepare(cfg: FinewebConfig) -> Path:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise ValueError(f"the disk of {folder} is full: free some, and the same command goes on from what is "
-                         "done") from error  # fmt: skip
+        raise ValueError(
+            f"the disk of {folder} is full: free some, and the same command goes on from what is done"
+        ) from error
     finally:
         remove_useless(folder)
     report(folder, files)

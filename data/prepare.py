@@ -34,7 +34,8 @@ from config.machine import is_at_work, owner
 from data import shards, tokenizers
 
 SHARD_TOKENS = 100_000_000  # a file is closed after the document that reaches this
-BATCH_BYTES = 2_000_000     # text that one thread tokenizes at a time: bounds the memory
+BATCH_BYTES = 1_000_000     # text that one thread tokenizes at a time: bounds the memory
+WRITE_TOKENS = 500_000      # ids that are written at a time
 BPE_BYTES = 50_000_000      # text that a trained tokenizer looks at
 OURS = r"(train|val)_\d+\.bin|meta\.json|tiktoken\.json|\.partial-"  # names in a dataset's folder
 
@@ -156,6 +157,7 @@ class ShardWriter:
 
     def __init__(self, folder: Path, split: str, entries: Iterable[dict] = ()):
         self.folder, self.split, self.file = folder, split, None
+        self.waiting, self.n_waiting = [], 0
         self.entries = [dict(entry) for entry in entries]
         self.tokens = sum(entry["tokens"] for entry in self.entries)
         if self.entries and "sha256" not in self.entries[-1]:
@@ -166,7 +168,8 @@ class ShardWriter:
 
     def reopen(self) -> None:
         """Cut the open file back to what its entry counts: a kill may have left more."""
-        final, path, size = self.folder / self.entries[-1]["name"], self.partial(), 2 * self.entries[-1]["tokens"]
+        final, path = self.folder / self.entries[-1]["name"], self.partial()
+        size = 2 * self.entries[-1]["tokens"]
         if final.exists():  # completed, and killed before anything was noted
             os.replace(final, path)
         if not path.exists() or path.stat().st_size < size:
@@ -180,8 +183,10 @@ class ShardWriter:
             name = f"{self.split}_{len(self.entries):05d}.bin"
             self.entries.append({"name": name, "tokens": 0, "documents": 0, "bytes": 0})
             self.sha256, self.file = hashlib.sha256(), open(self.partial(), "wb")
-        self.file.write(ids)
-        self.sha256.update(ids)
+        self.waiting.append(ids)
+        self.n_waiting += len(ids)
+        if self.n_waiting >= WRITE_TOKENS:
+            self.write()
         self.tokens += len(ids)
         for key, n in (("tokens", len(ids)), ("documents", 1), ("bytes", n_bytes)):
             self.entries[-1][key] += n
@@ -190,9 +195,17 @@ class ShardWriter:
         self.finish()
         return True
 
+    def write(self) -> None:
+        """Hash and write many documents at once, which takes less time than one by one."""
+        block = np.concatenate([*self.waiting, np.empty(0, dtype="<u2")])
+        self.waiting, self.n_waiting = [], 0
+        self.sha256.update(block)
+        self.file.write(block)
+
     def sync(self) -> None:
         """Have on disk what was added."""
         if self.file is not None:
+            self.write()
             self.file.flush()
             os.fsync(self.file.fileno())
 
