@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import time
 from array import array
 from collections import deque
@@ -122,7 +123,8 @@ def tokenize(
     (key, text) -> (key, ids, bytes of the text), in the order of the documents; ids are uint16 and end
     with end-of-text. The key is the caller's: it comes back as it was.
 
-    tiktoken works without Python's lock, so that threads are enough to use every core. About two
+    tiktoken works without Python's lock, so that threads are enough to use every core; they need it for
+    an instant after each document, and must not wait for the 5 ms that the reader may keep it. About two
     batches a thread are under way at a time: nobody waits for the reader, and memory stays bounded.
     """
 
@@ -135,7 +137,8 @@ def tokenize(
             done.append((key, row, len(text.encode())))
         return done
 
-    waiting, pool = deque(), ThreadPoolExecutor(threads)
+    waiting, pool, interval = deque(), ThreadPoolExecutor(threads), sys.getswitchinterval()
+    sys.setswitchinterval(5e-5)
     try:
         for batch in batches(documents):
             waiting.append(pool.submit(encode, batch))
@@ -144,6 +147,7 @@ def tokenize(
         while waiting:
             yield from waiting.popleft().result()
     finally:
+        sys.setswitchinterval(interval)
         pool.shutdown(cancel_futures=True)  # who stops early, or Ctrl-C, waits for no batch in the queue
 
 
