@@ -59,7 +59,7 @@ class TrainConfig(GPTConfig):
     out_dir: str = ""               # the run's folder; empty = out/<input_mode>_<run_name>
     data_dir: str = DEFAULT_DATA    # dataset, a folder that python -m data.NAME writes
     tokens_per_iter: int = 2**21    # tokens an optimizer step, over all ranks
-    batch_size: int = 16            # windows a rank takes at a time (a micro-batch)
+    batch_size: int = 8             # windows a rank takes at a time (a micro-batch)
     max_iters: int = 47684          # optimizer steps of the run
     learning_rate: float = 5e-4     # its peak, after warm-up
     warmup_iters: int = 2000        # steps of linear warm-up

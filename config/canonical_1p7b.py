@@ -1,5 +1,5 @@
 # The 1.7B-parameter run on 100 billion tokens, in the shape of SmolLM-1.7B: a cluster, days.
-# All sizes are the defaults; they stand here so that this file says what is trained.
+# The sizes are the defaults; they stand here so that this file says what is trained.
 input_mode = "canonical"
 run_name = "1p7b"
 data_dir = "data/fineweb_edu"
@@ -12,10 +12,11 @@ n_embd = 2048
 n_inner = 8192
 
 tokens_per_iter = 2**21
-batch_size = 16
+batch_size = 8       # fits 80 GB (--plan=True)
 max_iters = 47684    # x 2^21 tokens = 100 billion
 learning_rate = 5e-4
 warmup_iters = 2000
 decay_iters = 9537
 
 eval_tokens = 2**24
+keep_checkpoints = 2

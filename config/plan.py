@@ -1,7 +1,7 @@
 """
 What a run will take, before it starts: memory, time and disk, from the settings alone.
 
-    python train.py config/canonical_1p7b.py --plan=True                     one GPU
+    python train.py config/canonical_135m.py --plan=True                     one GPU
     WORLD_SIZE=8 python train.py config/canonical_1p7b.py --plan=True        a rank of eight
 
 A rank's memory holds, for N parameters,
@@ -32,7 +32,7 @@ PEAK = {
     "B200": 2250e12, "A100": 312e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
     "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
 }  # fmt: skip
-CLUSTERS = [(8, "A100"), (8, "H100"), (8, "H200"), (64, "H100")]
+CLUSTERS = [(1, "H100"), (8, "A100"), (8, "H100"), (8, "H200"), (64, "H100")]
 CARDS_GB = (24, 40, 80, 141)
 UTILISATION = 0.4  # share of the peak that the hours below assume
 USABLE = 0.92      # share of a card's memory that tensors can have: the rest is CUDA's, and gaps

@@ -72,7 +72,7 @@ class Shards:
         wanted = min(stop, int(self.sizes[i])) - start
         if len(tokens) < wanted:
             raise ValueError(
-                f"{self.paths[i]} ends after token {start + len(tokens)}, but should have {self.sizes[i]}: "
+                f"{self.paths[i]} ends after {self.paths[i].stat().st_size // 2} of {self.sizes[i]} tokens: "
                 f"it was cut while in use; prepare the dataset again with `{self.meta['command']}`"
             )
         if len(tokens) and tokens.max() >= self.vocab_size:

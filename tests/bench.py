@@ -89,10 +89,15 @@ def bench_train() -> None:
             )
 
 
+def status_gb(key: str) -> float:
+    """What Linux says of this process's memory: RssAnon, VmRSS, VmHWM (its peak), in GB."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
+    return int(line.split()[1]) * 1024 / 1e9
+
+
 def resident() -> float:
     """This process's anonymous memory in GB."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon"))
-    return int(line.split()[1]) / 1e6
+    return status_gb("RssAnon")
 
 
 def peak_of(function) -> tuple[float, float]:
