@@ -157,6 +157,25 @@ class Runtime:
                 )
 
 
+def join(backend: str) -> None:
+    """
+    Meet the processes that torchrun started. It keeps one store of addresses for all attempts of
+    --max-restarts, so that each attempt needs a corner of its own: in the common one it would find the
+    addresses of processes that are gone. How many attempts there were is known on one machine only.
+    """
+    env = os.environ
+    if env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if env["LOCAL_WORLD_SIZE"] != env["WORLD_SIZE"]:
+            raise ValueError(
+                "on several machines --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
+                "environment of every torchrun, or restarted processes wait for those that are gone"
+            )
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    timeout = timedelta(hours=1)  # the others wait while the first one writes a checkpoint
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
 def setup_runtime(device: str, dtype: str = "float32", compile: str = "False") -> Runtime:
     """Join the other processes, if torchrun started some, and take this one's device."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -181,8 +200,7 @@ def setup_runtime(device: str, dtype: str = "float32", compile: str = "False") -
     if world_size > 1:
         if choice.device == "mps":
             raise ValueError("several processes cannot share device=mps: use one, or device=cpu")
-        backend = "nccl" if choice.device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(hours=1))  # a checkpoint may take its time
+        join("nccl" if choice.device == "cuda" else "gloo")
     return Runtime(choice, rank, world_size, place)
 
 

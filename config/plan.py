@@ -77,15 +77,16 @@ def memory(model: GPT, cfg, ranks: int, half: bool, compiled: bool) -> dict[str,
     C, F, L, V = cfg.n_embd, cfg.n_inner or 4 * cfg.n_embd, cfg.n_layer, cfg.vocab_size
     N, size, tokens = model.n_params(), 2 if half else 4, cfg.batch_size * cfg.block_size
     block = block_activations(C, F, compiled)
-    kept = L * C + block if cfg.activation_checkpointing else L * block
+    kept, again = (L * C, block) if cfg.activation_checkpointing else (L * block, 0)
     logits = min(4 * tokens * V, CHUNK_BYTES) * (2 if compiled else 1)
     parts = {
         "weights": 4 * N,
         "gradients": 4 * N,
         "AdamW's means": 8 * (largest_share(model, ranks) if cfg.shard_optimizer else N),
         "activations": size * tokens * kept,
-        # In the making at the peak: gradients of the head and of x, or of what is in the last MLP.
-        "working space": max(logits + size * (V + tokens) * C, size * tokens * (C + 4 * F)),
+        # In the making at the peak: logits, gradients of the head and of x; or those of the last block's
+        # MLP, behind what it computes again.
+        "working space": max(logits + size * (V + tokens) * C, size * tokens * (C + 4 * F + again)),
     }
     if half:
         parts["16-bit weights"] = 2 * (N - parameters(model).get("input", 0))
@@ -95,9 +96,9 @@ def memory(model: GPT, cfg, ranks: int, half: bool, compiled: bool) -> dict[str,
 def largest_batch(model: GPT, cfg, ranks: int, card_gb: int, half: bool, compiled: bool) -> int:
     """The largest legal batch_size that fits a card, 0 if none does."""
     windows = cfg.tokens_per_iter // cfg.block_size // ranks
-    for B in range(windows, 0, -1):
+    for B in [B for B in range(windows, 0, -1) if windows % B == 0]:
         parts = memory(model, replace(cfg, batch_size=B), ranks, half, compiled)
-        if windows % B == 0 and sum(parts.values()) <= USABLE * card_gb * 1e9:
+        if sum(parts.values()) <= USABLE * card_gb * 1e9:
             return B
     return 0
 

@@ -353,10 +353,13 @@ def test_one_ranks_own_fault_is_told_by_that_rank(tiny_argv, tmp_path, dataset):
     launcher += "import data.shards; data.shards.SCAN_TOKENS = 0\n"  # as if the file were a large one
     launcher += "from config import run_cli; from train import main; run_cli(main, 'train.py')"
     (tmp_path / "launch.py").write_text(launcher)
+    t0 = time.time()
     result = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                  str(tmp_path / "launch.py"), "train.py", *tiny_argv("run", f"--data_dir={folder}"))  # fmt: skip
     ours = [line for line in result.stderr.splitlines() if line.startswith("train.py: error")]
     assert result.returncode != 0 and ours and "id 60000" in ours[0], result.stderr[-3000:]
+    assert all("connection to another process is lost" in line for line in ours[1:]), ours
+    assert time.time() - t0 < 30 and processes_with(str(tmp_path)) == []
 
 
 def test_a_second_run_in_the_folder_of_another_is_refused(tiny, tiny_argv, tmp_path, dataset):
@@ -585,27 +588,49 @@ def test_kill_9_at_any_moment_changes_nothing(tiny_argv, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_two_ranks_train_as_one_and_each_continues_the_other(tiny_argv, tmp_path):
-    flat = ["--decay_iters=0", "--batch_size=2"]
-    assert main(tiny_argv("one", *flat)) == 0
-    two = start(tiny_argv("two", *flat), ranks=2)
-    out, err = two.communicate(timeout=120)
-    assert two.returncode == 0, err[-3000:]
+FLAT = ["--decay_iters=0", "--batch_size=2"]
+TWO_RANKS = [*FLAT, "--max_iters=60", "--save_interval=10"]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(dataset, tmp_path_factory) -> Path:
+    """An undisturbed run of two ranks."""
+    folder = tmp_path_factory.mktemp("two") / "run"
+    process = start([TINY, f"--data_dir={dataset}", f"--out_dir={folder}", *TWO_RANKS], ranks=2)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err[-3000:]
     assert "tokens/iter = 2 micro x 32 block x 2 accumulation x 2 ranks = 256" in out
+    return folder
+
+
+def test_two_ranks_train_as_one_and_each_continues_the_other(two_ranks, tiny_argv, tmp_path):
+    """With the optimizer's state in one piece (two_ranks) and, where two ranks share a run, in parts."""
+    assert main(tiny_argv("one", *FLAT)) == 0
     for name, parts in (("2to1", (2, 1)), ("1to2", (1, 2))):
         for ranks, n in zip(parts, (10, 20)):
-            process = start(tiny_argv(name, *flat, f"--max_iters={n}"), ranks)
+            args = tiny_argv(name, *FLAT, f"--max_iters={n}", "--shard_optimizer=True")
+            if ranks == 1:
+                assert main(args) == 0
+                continue
+            process = start(args, ranks)
             assert process.wait(timeout=120) == 0, process.stderr.read()[-3000:]
     one = rows_of(tmp_path / "one")
-    for name in ("two", "2to1", "1to2"):
-        rows = rows_of(tmp_path / name)
+    for folder in (two_ranks, tmp_path / "2to1", tmp_path / "1to2"):
+        rows = rows_of(folder)[:20]
         assert [r["iter"] for r in rows] == list(range(1, 21))
         for key in ("loss", "grad_norm"):
             assert [r[key] for r in rows] == pytest.approx([r[key] for r in one], abs=1e-5, rel=1e-4)
         assert rows[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], abs=1e-5)
         assert rows[-1]["val_bpb"] == pytest.approx(one[-1]["val_bpb"], abs=1e-5)
-        keys = load_checkpoint(tmp_path / name)["model"]
+        keys = load_checkpoint(folder)["model"]
         assert not [key for key in keys if "module." in key or "_orig_mod" in key]
+    whole = load_checkpoint(tmp_path / "one", training=True)["optimizer"]
+    for name in ("2to1", "1to2"):
+        saved = load_checkpoint(tmp_path / name, training=True)["optimizer"]
+        assert saved.keys() == whole.keys()
+        for i, state in whole.items():
+            for key, value in state.items():
+                torch.testing.assert_close(saved[i][key], value, rtol=1e-3, atol=1e-6)
 
 
 def test_ranks_hold_equal_weights_and_synchronise_once_an_iteration(dataset, tmp_path):
