@@ -295,9 +295,9 @@ def test_a_block_keeps_what_the_plan_says():
         compiled = torch.compile(model, fullgraph=True, dynamic=False)
         with RT.compute():
             compiled(ids, ids).backward()
-        head = 4 * B * T * 5 * C + 4 * 256 * C  # the last norm, and the loss's gradients of x and of its weight
+        head = 4 * B * T * 2 * C + 4 * 256 * C  # the last norm's input, the loss's gradients of x and of its weight
         expected = 2 * 4 * B * T * (block_activations(C, F_, compiled=True) + extra) + head
-        assert kept_bytes(model, compiled, ids) == pytest.approx(expected, rel=0.05)
+        assert kept_bytes(model, compiled, ids) == pytest.approx(expected, rel=0.01)
 
 
 def test_activation_checkpointing_changes_no_gradient():
