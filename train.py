@@ -37,13 +37,13 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from config import help_text, load_config, run_cli, split_args
-from config.checkpoints import checkpoints, load_checkpoint, write_checkpoint
+from config.checkpoints import checkpoints, find_checkpoint, load_optimizer, save
 from config.machine import Runtime, Stop, claim, code_digest, leave, setup_runtime
 from config.plan import peak_flops, print_plan
 from data.benchmarks import pack_items, sample_tasks, score_subsets
 from data.hugging_face import from_llama
 from data.pydocs import PydocsConfig, prepare_pydocs
-from data.shards import Shards, identity, window_numbers
+from data.shards import Shards, window_numbers
 from data.tokenizers import FILE_NAME as TOKENIZER_FILE
 from data.tokenizers import load_encoding, read_spec, token_lengths
 from eval import UNCOUNTED, draw_loss, read_metrics, sample, validate, write_text
@@ -225,86 +225,6 @@ class Run:
         return f"iteration {self.saved_at}" if self.saved_at > 0 else "none yet"
 
 
-def save(run: Run, must: bool) -> None:
-    """
-    Write a checkpoint. Raises ValueError if a number in it is not finite, so that a good one is never
-    replaced by a bad. If the disk does not take it, the run goes on with the last one, unless it must.
-    All ranks hold the same weights, and the first one writes.
-    """
-    t0, cfg, rt = time.perf_counter(), run.cfg, run.rt
-    if run.sharded:
-        run.optimizer.consolidate_state_dict(to=0)
-    state = run.optimizer.state_dict() if rt.rank == 0 else {"state": {}}
-    tensors = [*run.raw_model.parameters()]
-    tensors += [t for moments in state["state"].values() for t in moments.values()]
-    if rt.any(not all(bool(t.isfinite().all()) for t in tensors)):
-        raise ValueError(
-            f"the weights after iteration {run.it} are not finite; the last checkpoint of {cfg.out_dir} is "
-            "kept as it was: lower learning_rate"
-        )
-    problem = []
-    if rt.rank == 0:
-        saved = {
-            "model": run.raw_model.state_dict(),
-            "optimizer": state["state"],
-            "scaler": run.scaler.state_dict(),
-            "iter": run.it,
-            "row": run.row,
-            "config": asdict(cfg),
-            "data": identity(run.train_data.meta),
-            "rng": torch.get_rng_state(),
-        }
-        try:
-            write_checkpoint(cfg.out_dir, saved, cfg.keep_checkpoints)
-        except OSError as error:
-            problem = [f"{error}: the last checkpoint, {run.last_saved()}, is kept"]
-    if run.sharded:
-        run.optimizer._all_state_dicts.clear()  # PyTorch would keep the collected parts
-    if problem := rt.gather(problem):
-        if must:
-            raise OSError(f"{problem[0]}; make room, and the same command goes on from there")
-        rt.log(f"{problem[0]}, and the run goes on: make room")
-    else:
-        run.saved_at, run.row["save_ms"] = run.it, 1000 * (time.perf_counter() - t0)
-
-
-def load_optimizer(run: Run, saved: dict) -> None:
-    """
-    AdamW's state from a checkpoint, on any number of ranks: a sharded one takes its part and no more,
-    and every tensor is copied from the disk to its place once.
-    """
-    own = run.optimizer.optim if run.sharded else run.optimizer
-    mine = {p for group in own.param_groups for p in group["params"]}
-    for i, p in enumerate(p for group in run.optimizer.param_groups for p in group["params"]):
-        if p in mine:
-            own.state[p] = {key: t.to(p.device, copy=True) for key, t in saved[i].items()}
-
-
-def find_checkpoint(cfg: TrainConfig, data: Shards, rt: Runtime) -> dict | None:
-    """The checkpoint to continue from. Raises ValueError if out_dir holds another run."""
-    saved = load_checkpoint(cfg.out_dir, training=True) if checkpoints(cfg.out_dir) else None
-    shared = f"the checkpoint in {cfg.out_dir}, which must be on a disk that all machines share"
-    rt.check_agreement({shared: saved["iter"] if saved else None, "data": identity(data.meta)})
-    if saved is None:
-        return None
-    own = asdict(cfg)
-    differ = [key for key in own if key not in MAY_CHANGE and saved["config"].get(key) != own[key]]
-    if differ:
-        what = ", ".join(f"{key}={saved['config'].get(key)} there, {own[key]} here" for key in differ)
-        raise ValueError(
-            f"{cfg.out_dir} holds a run with other settings ({what}): use the same settings, or "
-            "another run_name or out_dir"
-        )
-    if saved["data"] != identity(data.meta):
-        raise ValueError(
-            f"{cfg.out_dir} holds a run on other data ({saved['data']['tokenizer']}) than "
-            f"{cfg.data_dir}: use the same data, or another run_name or out_dir"
-        )
-    if cfg.resume == "never":
-        raise ValueError(f"{cfg.out_dir} holds a run: choose another run_name, or resume=auto")
-    return saved
-
-
 def cut_metrics(path: Path, it: int) -> None:
     """Keep the rows before iteration it; the checkpoint holds row it itself."""
     rows = [row for row in read_metrics(path) if row["iter"] < it] if it else []
@@ -352,7 +272,7 @@ def set_up(cfg: TrainConfig, rt: Runtime) -> Run:
     subsets = sample_tasks(cfg.eval_tasks, cfg.benchmark_dir, cfg.eval_tasks_items)
     for task, items in subsets:  # what cannot be scored is said now
         pack_items(encoding, items, task.name, cfg.block_size)
-    saved = find_checkpoint(cfg, train_data, rt)
+    saved = find_checkpoint(cfg, train_data, rt, MAY_CHANGE)
 
     # model
     with rt.device:  # built where it computes

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import train as train_module
 from bench import resident
 from config import load_config, read_config_file
-from config.checkpoints import checkpoints, load_checkpoint, write_checkpoint
+from config.checkpoints import checkpoints, find_checkpoint, load_checkpoint, write_checkpoint
 from config.machine import Runtime
 from config.plan import block_activations, largest_batch, memory, parameters, peak_flops
 from conftest import ARMS, ROOT, make_model, model_config, run
@@ -178,7 +178,7 @@ def test_ranks_that_see_different_checkpoints_are_refused(tiny, tiny_argv, tmp_p
     rt = Runtime(RT.choice, 0, 2)
     rt.gather = lambda items: [*items, items[0] | {key: None for key in items[0] if "share" in key}]
     with pytest.raises(ValueError, match=r"the checkpoint in .*, which must be on a disk that .* share \(None, not 1\)"):
-        train_module.find_checkpoint(cfg, Shards(cfg.data_dir, "train", 512, 32), rt)
+        find_checkpoint(cfg, Shards(cfg.data_dir, "train", 512, 32), rt, set())
 
 
 # -------------------------------------------------------------------------------
@@ -433,8 +433,10 @@ def test_the_ladders_lines_are_true_and_its_arms_alike(size):
     first = (ROOT / "config" / f"canonical_{size}.py").read_text()
     assert f"= {round(tokens / 1e9)} billion" in first
     assert largest_batch(model, cfg, 1, 80 if size == "1p7b" else 24, True, True) >= cfg.batch_size
+    time = hours(tokens * model.flops_per_token(), 1, "H100")
+    line = f"| {size} | {model.n_params():,} | {table.n_params():,} | {round(tokens / 1e9)} billion | {time:.1f} |"
+    assert line in (ROOT / "README.md").read_text(encoding="utf-8"), line
     if size != "1p7b":
-        time = hours(tokens * model.flops_per_token(), 1, "H100")
         for words in (f"{model.n_params():,} parameters with a code, {table.n_params():,} with a table",
                       f"{time:.1f} hours on an H100 at 40 %"):  # fmt: skip
             assert words in first, words
