@@ -225,6 +225,15 @@ class Run:
         return f"iteration {self.saved_at}" if self.saved_at > 0 else "none yet"
 
 
+def where_time_went(rows: list[dict]) -> str:
+    """The shares of the time that rows of metrics.jsonl account for."""
+    data, steps, evals, saves = (
+        sum(row.get(key) or 0 for row in rows) for key in ("data_ms", "dt_ms", "eval_ms", "save_ms")
+    )
+    parts = {"steps": steps - data, "waiting for data": data, "evaluation": evals, "checkpoints": saves}
+    return ", ".join(f"{part} {ms / (steps + evals + saves):.1%}" for part, ms in parts.items())
+
+
 def cut_metrics(path: Path, it: int) -> None:
     """Keep the rows before iteration it; the checkpoint holds row it itself."""
     rows = [row for row in read_metrics(path) if row["iter"] < it] if it else []
@@ -329,19 +338,19 @@ def print_header(run: Run) -> None:
 
 def evaluate(run: Run, stop: Stop) -> None:
     """Add to the row what is due after iteration it. A stop in between leaves it out."""
-    cfg, row, log = run.cfg, run.row, run.rt.log
+    cfg, row, log, t0, n_before = run.cfg, run.row, run.rt.log, time.perf_counter(), len(run.row)
     if run.due(cfg.eval_interval):
-        t0 = time.perf_counter()
         row |= validate(
             run.raw_model, run.val_data, run.lengths, cfg.batch_size, run.rt, cfg.eval_tokens, stop
         )
-        row["eval_ms"] = 1000 * (time.perf_counter() - t0)
         if "val_loss" in row:
             log(f"iter {run.it}: validation loss {row['val_loss']:.4f}, {row['val_bpb']:.4f} bits per byte")
     if run.subsets and run.due(cfg.eval_tasks_interval) and not run.rt.any(stop.signal):
         scores = score_subsets(run.raw_model, run.encoding, run.subsets, run.rt)
         row |= scores
         log(f"iter {run.it}: {', '.join(f'{key} {value:.4g}' for key, value in scores.items())}")
+    if len(row) > n_before:
+        row["eval_ms"] = 1000 * (time.perf_counter() - t0)
 
 
 def one_iteration(run: Run, batches: Batches) -> None:
@@ -356,8 +365,7 @@ def one_iteration(run: Run, batches: Batches) -> None:
     if not math.isfinite(loss) or not (math.isfinite(norm) or run.scaler.is_enabled()):
         raise ValueError(
             f"iteration {run.it} has loss {loss} and gradient norm {norm}: training stops, the last "
-            f"checkpoint ({run.last_saved()}) is kept; "
-            "lower learning_rate or raise warmup_iters"
+            f"checkpoint ({run.last_saved()}) is kept; lower learning_rate or raise warmup_iters"
         )
     dt, peak = time.perf_counter() - t0, peak_flops(rt.device, rt.choice.dtype)
     flops_per_s = run.raw_model.flops_per_token() * cfg.tokens_per_iter / dt / rt.world_size
@@ -434,7 +442,9 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
                 rt.log(f"stopped after iteration {run.it}, {kept}")
                 return 128 + (stop.signal or signal.SIGTERM)
         if rt.rank == 0:
-            draw_loss(out_dir / "loss.png", {cfg.input_mode: [read_metrics(out_dir / METRICS)]})
+            rows = read_metrics(out_dir / METRICS)
+            rt.log(f"time: {where_time_went(rows)}")
+            draw_loss(out_dir / "loss.png", {cfg.input_mode: [rows]})
             text = sample(run.raw_model, run.encoding, "", 100, seed=cfg.seed)
             rt.log(f"a sample:\n{text}\n\nin {out_dir}: {checkpoints(out_dir)[-1].name}, {METRICS}, loss.png")
             rt.log(f'next: python eval.py {quoted} --prompt="The function returns"')

@@ -133,9 +133,11 @@ def read_meta(folder: str | Path) -> dict:
     folder = Path(folder)
     path = folder / "meta.json"
     if not path.is_file():
+        corpora = ("pydocs", "fineweb_edu")  # those that need no --input
+        command = f"data.{folder.name}" if folder.name in corpora else "data.text --input=PATH"
         raise ValueError(
             f"dataset {folder} is not there (no {path}): prepare it with "
-            f"`python -m data.text --input=PATH --data_dir={folder}`, or see data/ for other corpora"
+            f"`python -m {command} --data_dir={folder}`, or see data/ for other corpora"
         )
     meta = try_json(path.read_text(encoding="utf-8"))
     wanted = {"tokenizer", "tokenizer_sha256", "vocab_size", "eot_id", "files", "command"}

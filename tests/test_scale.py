@@ -465,3 +465,9 @@ def test_a_rows_figures_belong_together(tiny_argv, tmp_path, monkeypatch):
         assert row["tok_per_s"] == pytest.approx(256 / row["dt_ms"] * 1000)
         assert 0 <= row["data_ms"] < row["dt_ms"] and row["eval_ms"] > 0 and row["save_ms"] > 0
         assert 0.05 < row["memory_gb"] < 50
+
+
+def test_shares_of_the_time_by_hand():
+    rows = [{"dt_ms": 40.0, "data_ms": 10.0, "save_ms": 20.0}, {"dt_ms": 30.0, "data_ms": 0.0, "eval_ms": 10.0}]
+    words = train_module.where_time_went(rows)
+    assert words == "steps 60.0%, waiting for data 10.0%, evaluation 10.0%, checkpoints 20.0%"
