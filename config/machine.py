@@ -160,18 +160,20 @@ class Runtime:
 def join(backend: str) -> None:
     """
     Meet the processes that torchrun started. It keeps one store of addresses for all attempts of
-    --max-restarts, so that each attempt needs a corner of its own: in the common one it would find the
-    addresses of processes that are gone. How many attempts there were is known on one machine only.
+    --max-restarts, where a restarted process would find those of processes that are gone, so that each
+    attempt needs a corner of its own. Their number is known on one machine only; on several, torchrun
+    can be told to make a new store for each.
     """
     env = os.environ
-    if env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        if env["LOCAL_WORLD_SIZE"] != env["WORLD_SIZE"]:
-            raise ValueError(
-                "on several machines --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
-                "environment of every torchrun, or restarted processes wait for those that are gone"
-            )
+    shared = env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and env["LOCAL_WORLD_SIZE"] != env["WORLD_SIZE"]:
+        raise ValueError(
+            "on several machines --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
+            "environment of every torchrun, or restarted processes wait for those that are gone"
+        )
     store, rank, world_size = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    if shared:
+        store = dist.PrefixStore(f"attempt {env['TORCHELASTIC_RESTART_COUNT']}", store)
     timeout = timedelta(hours=1)  # the others wait while the first one writes a checkpoint
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 

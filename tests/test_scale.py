@@ -20,7 +20,7 @@ import train as train_module
 from bench import resident
 from config import load_config, read_config_file
 from config.checkpoints import checkpoints, find_checkpoint, load_checkpoint, write_checkpoint
-from config.machine import Runtime
+from config.machine import Runtime, join
 from config.plan import block_activations, largest_batch, memory, parameters, peak_flops
 from conftest import ARMS, ROOT, make_model, model_config, run
 from data.shards import Shards
@@ -139,6 +139,14 @@ def test_a_sharded_run_that_loses_a_rank_goes_on_to_the_same_weights(two_ranks, 
     assert process.returncode == 0 and "after iteration 20" in out, out[-3000:]
     assert_same_run(two_ranks, tmp_path / "killed")
     assert processes_with(str(tmp_path)) == []
+
+
+def test_restarts_on_several_machines_ask_for_a_store_each(monkeypatch):
+    for key, value in {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True",
+                       "LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}.items():  # fmt: skip
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ValueError, match="several machines --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        join("gloo")
 
 
 def agreement(first: dict, other: dict) -> None:
