@@ -79,15 +79,15 @@ class Settings:
 # command line and config files
 
 
-def split_args(argv: list[str]) -> tuple[list[str], dict[str, str]]:
-    """["a.py", "--seed=3"] -> ["a.py"], {"seed": "3"}"""
+def split_args(argv: list[str]) -> tuple[list[str], dict[str, str | None]]:
+    """["a.py", "--seed=3", "--plan"] -> ["a.py"], {"seed": "3", "plan": None}"""
     words = [arg for arg in argv if not arg.startswith("-")]
     given = {}
     for arg in [arg for arg in argv if arg.startswith("-")]:
         key, equals, text = arg.lstrip("-").partition("=")
-        if not arg.startswith("--") or not equals or not key:
+        if not arg.startswith("--") or not key:
             raise ValueError(f"cannot read {arg!r}: settings are written --{key or 'key'}=value")
-        given[key] = text
+        given[key] = text if equals else None
     return words, given
 
 
@@ -115,17 +115,21 @@ def read_config_file(path: str) -> dict:
     }
 
 
-def load_config(cls: type, files: list[str], given: dict[str, str]) -> Settings:
+def load_config(cls: type, files: list[str], given: dict[str, str | None]) -> Settings:
     """
-    An instance of cls from its defaults, then the config files, then the command line.
-    Raises ValueError with the name, the value and the remedy.
+    An instance of cls from its defaults, then the config files, then the command line, where a switch
+    may stand alone: --plan is --plan=True. Raises ValueError with the name, the value and the remedy.
     """
+    check_names(cls, given, source="command line")
+    for key in [key for key, text in given.items() if text is None]:
+        if get_type_hints(cls)[key] is not bool:
+            raise ValueError(f"cannot read '--{key}': settings are written --{key}=value")
+        given = given | {key: "True"}
     values = {}
     for path in files:
         names = read_config_file(path)
         check_names(cls, names, source=path)
         values |= names
-    check_names(cls, given, source="command line")
     return cls(**(values | given))
 
 

@@ -12,7 +12,7 @@ n_embd = 2048
 n_inner = 8192
 
 tokens_per_iter = 2**21
-batch_size = 8       # fits 80 GB (--plan=True)
+batch_size = 8       # fits 80 GB (--plan)
 max_iters = 47684    # x 2^21 tokens = 100 billion
 learning_rate = 5e-4
 warmup_iters = 2000

@@ -1,8 +1,8 @@
 """
 What a run will take, before it starts: memory, time and disk, from the settings alone.
 
-    python train.py config/canonical_135m.py --plan=True                     one GPU
-    WORLD_SIZE=8 python train.py config/canonical_1p7b.py --plan=True        a rank of eight
+    python train.py config/canonical_135m.py --plan                     one GPU
+    WORLD_SIZE=8 python train.py config/canonical_1p7b.py --plan        a rank of eight
 
 A rank's memory holds, for N parameters,
 

@@ -4,7 +4,7 @@ FineWeb-Edu: educational pages of the web, the corpus of the large run. As many 
     python -m data.fineweb_edu --tokens=1e7                      20 MB, to try it
     python -m data.fineweb_edu --tokens=100e9                    200 GB, the data of config/*_1p7b.py
     python -m data.fineweb_edu --tokens=1e9 --source=PATH        local parquet or JSONL with `text` and `id`
-    python -m data.fineweb_edu --verify=True                     read it all again, compare with meta.json
+    python -m data.fineweb_edu --verify                          read it all again, compare with meta.json
 
     read       the smallest sample on the Hugging Face hub that is large enough, at a fixed revision
     split      by a hash of the document's id: its side depends on nothing else, so a small dataset's

@@ -28,6 +28,10 @@ def test_text_becomes_the_type_of_its_setting():
     assert cfg.out_dir == "out/canonical_a=b"
 
 
+def test_a_switch_may_stand_alone():
+    assert load("--plan").plan is True and load("--plan=False").plan is False and load("--seed=2").plan is False
+
+
 def test_large_whole_numbers_stay_exact():
     assert load("--seed=9007199254740993").seed == 2**53 + 1
 
