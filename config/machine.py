@@ -174,7 +174,7 @@ def join(backend: str) -> None:
     store, rank, world_size = next(dist.rendezvous("env://"))
     if shared:
         store = dist.PrefixStore(f"attempt {env['TORCHELASTIC_RESTART_COUNT']}", store)
-    timeout = timedelta(hours=1)  # the others wait while the first one writes a checkpoint
+    timeout = timedelta(minutes=30)  # the others wait while the first one writes a checkpoint
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
