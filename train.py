@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from config import help_text, load_config, run_cli, split_args
+from config import convert, help_text, load_config, run_cli, split_args
 from config.checkpoints import checkpoints, find_checkpoint, load_optimizer, save
 from config.machine import Runtime, Stop, claim, code_digest, leave, setup_runtime
 from config.plan import peak_flops, print_plan
@@ -84,7 +84,7 @@ class TrainConfig(GPTConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of the products
     compile: Literal["auto", "True", "False"] = "auto"  # torch.compile the training step
     resume: Literal["auto", "never"] = "auto"  # continue the run in out_dir, or refuse to
-    plan: bool = False  # only print memory, time and disk of the run, for WORLD_SIZE ranks
+    plan: bool = False  # only print memory, time and disk of the run; the variable WORLD_SIZE says how many ranks
 
     def __post_init__(self):
         if str(self.compile).lower() in ("0", "1", "false", "true"):
@@ -109,6 +109,8 @@ MAY_CHANGE = UNCOUNTED | {"max_iters"}  # when a run continues; more iterations 
 
 def accumulation(cfg: TrainConfig, world_size: int) -> int:
     """Micro-batches a rank takes for an iteration. Raises ValueError with the nearest legal sizes."""
+    if world_size < 1:
+        raise ValueError(f"WORLD_SIZE must be at least 1, got {world_size}")
     unit = cfg.batch_size * cfg.block_size * world_size
     if cfg.tokens_per_iter % unit != 0:
         below, above = cfg.tokens_per_iter // unit * unit, (cfg.tokens_per_iter // unit + 1) * unit
@@ -458,8 +460,10 @@ def main(argv: list[str]) -> int:
     files, given = split_args(argv)
     cfg = load_config(TrainConfig, files, given)
     if cfg.plan:
+        ranks = convert("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), int)
+        accumulation(cfg, ranks)  # raises what training would
         if os.environ.get("RANK", "0") == "0":
-            print_plan(cfg, int(os.environ.get("WORLD_SIZE", 1)))
+            print_plan(cfg, ranks)
         return 0
     rt = setup_runtime(cfg.device, cfg.dtype, cfg.compile)
     status = train(cfg, rt)

@@ -19,4 +19,5 @@ warmup_iters = 2000
 decay_iters = 9537
 
 eval_tokens = 2**24
+save_interval = 200
 keep_checkpoints = 2

@@ -72,7 +72,8 @@ def write_checkpoint(run_dir: str | Path, saved: dict, keep: int) -> None:
     """
     folder = Path(run_dir) / f"ckpt_{saved['iter']:06d}"
     unfinished = folder.with_suffix(".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    for leftover in Path(run_dir).glob("ckpt_*.tmp"):  # of a kill
+        shutil.rmtree(leftover, ignore_errors=True)
     try:
         unfinished.mkdir()
         for name, keys in CONTENT.items():
@@ -84,7 +85,7 @@ def write_checkpoint(run_dir: str | Path, saved: dict, keep: int) -> None:
         os.replace(unfinished, folder)
     except (OSError, RuntimeError) as error:  # PyTorch reports a full disk as a RuntimeError
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise OSError(f"cannot write {folder} ({error})") from error
+        raise OSError(f"cannot write {folder}, is the disk full? ({error})") from error
     for old in [path for path in checkpoints(run_dir) if path != folder][: -keep + 1 or None]:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -153,7 +154,11 @@ def find_checkpoint(cfg, data: Shards, rt: Runtime, may_change: set[str]) -> dic
     The checkpoint to continue from. Raises ValueError if out_dir holds another run, one that differs in
     more than the settings of may_change.
     """
-    saved = load_checkpoint(cfg.out_dir, training=True) if checkpoints(cfg.out_dir) else None
+    found = checkpoints(cfg.out_dir)
+    for path in Path(cfg.out_dir).glob("ckpt_*[0-9]"):
+        if not found or path > found[-1]:
+            rt.log(f"{path} lacks a file and is left out")
+    saved = load_checkpoint(cfg.out_dir, training=True) if found else None
     shared = f"the checkpoint in {cfg.out_dir}, which must be on a disk that all machines share"
     content = f"{data.n_tokens:,} tokens, tokenizer {data.meta['tokenizer_sha256'][:8]}"
     rt.check_agreement({shared: saved["iter"] if saved else None, f"what {cfg.data_dir} holds": content})

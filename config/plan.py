@@ -134,9 +134,13 @@ def print_plan(cfg, ranks: int) -> None:
                   + f"   activation_checkpointing={recomputed}, shard_optimizer={sharded}")  # fmt: skip
 
     print(f"{cfg.max_iters:,} iterations of {cfg.tokens_per_iter:,} tokens = {tokens:,} tokens\n"
-          f"{flops:,} FLOPs a token, {flops * tokens:.3g} in all; at {UTILISATION:.0%} of the peak")  # fmt: skip
-    for gpus, name in CLUSTERS:
-        time = hours(flops * tokens, gpus, name)
-        print(f"  {gpus:2} x {name}   {time:>10,.1f} hours {gpus * time:>10,.0f} GPU hours")
+          f"{flops:,} FLOPs a token, {flops * tokens:.3g} in all")  # fmt: skip
+    if half:
+        # Computing the blocks again adds a forward pass to a forward and a backward one, which is two.
+        work = flops * tokens * (4 / 3 if cfg.activation_checkpointing else 1)
+        print(f"hours at {UTILISATION:.0%} of the peak of 16-bit products")
+        for gpus, name in CLUSTERS:
+            time = hours(work, gpus, name)
+            print(f"  {gpus:2} x {name}   {time:>10,.1f} hours {gpus * time:>10,.0f} GPU hours")
     print(f"disk: {2 * tokens / 1e9:.1f} GB for as many tokens, {12 * N / 1e9:.2f} GB a checkpoint, "
           f"{cfg.keep_checkpoints + 1} of them while one is written")  # fmt: skip

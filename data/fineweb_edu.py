@@ -19,6 +19,7 @@ writes the same bytes as an undisturbed run. meta.json comes last; without it, i
 import contextlib
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -49,7 +50,7 @@ REPO, REVISION = "HuggingFaceFW/fineweb-edu", "87f09149ef4734204d70ed1d046ddc9ca
 SAMPLES = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9}  # nominal GPT-2 tokens
 KINDS = {".parquet": "parquet", ".jsonl": "json"}  # what `datasets` calls them
 ROWS = 1000   # of a source that are read at a time
-TRIES = 10    # to read on from one place of a remote source
+TRIES = 10    # to read on from one place of a remote source; to begin, half of them
 MAX_WAIT = 60  # seconds between two of them
 
 
@@ -88,7 +89,7 @@ def list_source(source: str) -> list[str]:
     if is_remote(source):
         files = [source]
     elif os.path.isdir(source):
-        below = sorted(p for p in Path(source).rglob("*") if p.suffix in KINDS and p.is_file())
+        below = sorted(p for p in Path(source).rglob("*") if p.suffix in KINDS and p.is_file() and p.stat().st_size)
         files = [str(p) for p in below if not any(part[0] == "." for part in p.relative_to(source).parts)]
         if not files:
             raise ValueError(f"source {source} has no files that end in {' or '.join(KINDS)}")
@@ -116,6 +117,7 @@ def open_source(cfg: FinewebConfig):
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # documents() says what goes wrong, once
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     for name in ("OPEN", "READ"):  # and waits: here, one try is enough
         setattr(datasets.config, f"STREAMING_{name}_MAX_RETRIES", 1)
         setattr(datasets.config, f"STREAMING_{name}_RETRY_INTERVAL", 0)
@@ -149,7 +151,7 @@ def documents(cfg: FinewebConfig, file: int, row: int) -> Iterator[tuple[tuple, 
     A remote source that breaks is opened again where the last table ended, after 1, 2, 4, ... seconds;
     TRIES failures in a row are too many.
     """
-    tables, failures = read_tables(cfg, file, row), 0
+    tables, failures, started = read_tables(cfg, file, row), 0, file + row > 0
     limit = cfg.val_fraction * 2**64
     while True:
         try:
@@ -163,16 +165,16 @@ def documents(cfg: FinewebConfig, file: int, row: int) -> Iterator[tuple[tuple, 
                 raise ValueError(
                     f"{what}: mend {name_of(cfg.source, file)} behind row {row}, or the file after it"
                 ) from error
-            if failures == TRIES:
+            if failures == (TRIES if started else TRIES // 2):
                 raise ValueError(
-                    f"{what}, {TRIES} times: check the network; the same command goes on from what is done"
+                    f"{what}, {failures} times: check the network; the same command goes on from what is done"
                 ) from error
             wait = min(2 ** (failures - 1), MAX_WAIT)
             tqdm.write(f"{' '.join(what.split())}: trying again in {wait} s")
             time.sleep(wait)
             tables = read_tables(cfg, file, row)
             continue
-        failures = 0
+        failures, started = 0, True
         for text, name in rows_of(table, name_of(cfg.source, file), row):
             row += 1
             text = clean(text)

@@ -135,6 +135,8 @@ def read_meta(folder: str | Path) -> dict:
     if not path.is_file():
         corpora = ("pydocs", "fineweb_edu")  # those that need no --input
         command = f"data.{folder.name}" if folder.name in corpora else "data.text --input=PATH"
+        if (folder / "progress.json").exists():
+            command = "data.fineweb_edu"
         raise ValueError(
             f"dataset {folder} is not there (no {path}): prepare it with "
             f"`python -m {command} --data_dir={folder}`, or see data/ for other corpora"
