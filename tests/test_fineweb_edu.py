@@ -188,7 +188,7 @@ def test_the_smallest_sample_that_fits_is_read():
 
 BAD_FILES = {
     "no files": ({}, "has no files that end in"),
-    "mixed": ({"a.jsonl": b"{}", "b.parquet": b""}, "of one kind, .parquet or .jsonl, got .jsonl, .parquet"),
+    "mixed": ({"a.jsonl": b"{}", "b.parquet": b"x"}, "of one kind, .parquet or .jsonl, got .jsonl, .parquet"),
     "no text": ({"a.jsonl": b'{"content": "x", "id": "1"}\n'}, r"no column text, .* \(it has: content, id\)"),
     "no id": ({"a.jsonl": b'{"text": "x"}\n'}, r"no column id, .* \(it has: text\)"),
     "empty id": ({"a.jsonl": b'{"text": "x", "id": "1"}\n{"text": "x", "id": ""}\n'},

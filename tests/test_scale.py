@@ -193,7 +193,7 @@ def test_ranks_that_see_different_checkpoints_are_refused(tiny, tiny_argv, tmp_p
 # checkpoints
 
 
-def test_the_newest_checkpoints_stay_and_each_can_be_gone_on_from(tiny_argv, tmp_path):
+def test_the_newest_checkpoints_stay_and_each_can_be_gone_on_from(tiny_argv, tmp_path, capsys):
     args = ["--save_interval=4", "--keep_checkpoints=3"]
     main(tiny_argv("run", *args))
     names = [path.name for path in checkpoints(tmp_path / "run")]
@@ -203,11 +203,14 @@ def test_the_newest_checkpoints_stay_and_each_can_be_gone_on_from(tiny_argv, tmp
     os.truncate(newest / "optimizer.pt", 1000)
     with pytest.raises(ValueError, match="optimizer.pt is damaged .*: delete .*ckpt_000020 to go on"):
         main(tiny_argv("back", *args, "--max_iters=21", "--decay_iters=0"))
-    shutil.rmtree(newest)
-    (tmp_path / "back" / "ckpt_000016" / "optimizer.pt").unlink()  # a kill while it was being deleted
-    (tmp_path / "back" / "ckpt_000020.tmp").mkdir()                # and while the next was being written
+    (newest / "optimizer.pt").unlink()
+    (tmp_path / "back" / "ckpt_000016" / "optimizer.pt").unlink()
+    (tmp_path / "back" / "ckpt_000017.tmp").mkdir()  # a kill while it was being written
     main(tiny_argv("back", *args))
+    out = capsys.readouterr().out
+    assert f"{newest} lacks a file and is left out" in out and "after iteration 12" in out
     assert_same_run(tmp_path / "run", tmp_path / "back")
+    assert not list((tmp_path / "back").glob("*.tmp"))
     assert [path.name for path in checkpoints(tmp_path / "back")] == names
 
 
@@ -415,6 +418,19 @@ print("PEAK", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
     for words in ("1,812,039,680", "memory in GB of one of 8 ranks, batch_size 8, 16-bit products, compiled",
                   "100,000,595,968 tokens", "64 x H100", "21.74 GB a checkpoint, 3 of them"):  # fmt: skip
         assert words in result.stdout, words
+
+
+def test_the_plan_refuses_what_training_would_and_knows_its_limits(monkeypatch, capsys):
+    large = [str(ROOT / "config" / "canonical_1p7b.py"), "--plan"]
+    for ranks, words in [("3", "8 x 2048 x 3 = 49152, got 2097152"), ("0", "at least 1, got 0"), ("x", "whole number")]:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        with pytest.raises(ValueError, match=words):
+            main(large)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    main([*large, "--device=cpu"])
+    assert "hours" not in capsys.readouterr().out  # a CPU's peak is not known
+    main([*large, "--activation_checkpointing"])
+    assert re.search(r"1 x H100 +1,074.4 hours", capsys.readouterr().out)  # 805.8 x 4 / 3
 
 
 def test_hours_and_batches_of_the_plan_by_hand():
