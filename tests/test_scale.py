@@ -231,7 +231,7 @@ from bench import peak_of
 import train
 print("PEAK", peak_of(lambda: train.main(sys.argv[1:]))[1])
 """
-    size = ["--n_embd=288", "--n_layer=4", "--eval_interval=0", "--decay_iters=0", "--eval_tokens=100"]
+    size = ["--n_embd=288", "--n_layer=3", "--eval_interval=0", "--decay_iters=0", "--eval_tokens=100"]
     peaks = []
     for n in (1, 2):
         result = run("-c", code, *tiny_argv("run", *size, f"--max_iters={n}"), MALLOC_MMAP_THRESHOLD_="131072")
@@ -246,7 +246,7 @@ print("PEAK", peak_of(lambda: train.main(sys.argv[1:]))[1])
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler for torch.compile")
 def test_the_training_forward_is_one_graph_compiled_once(tiny_argv, tmp_path):
-    short = ["--max_iters=4", "--eval_interval=2", "--compile=True", "--activation_checkpointing=True"]
+    short = ["--n_layer=1", "--max_iters=4", "--eval_interval=2", "--compile=True", "--activation_checkpointing"]
     code = f"""
 import sys; sys.path[:0] = [{str(ROOT)!r}]
 from torch._dynamo.utils import counters
@@ -406,10 +406,11 @@ for recompute in (False, True):
 
 def test_the_plan_needs_no_data_and_no_memory(tmp_path):
     code = f"""
-import resource, sys; sys.path[:0] = [{str(ROOT)!r}]
+import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from bench import status_gb
 import train
 train.main(sys.argv[1:])
-print("PEAK", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
+print("PEAK", status_gb("VmHWM"))
 """
     result = run("-c", code, "config/learned_1p7b.py", "--plan=True", "--data_dir=no/such", f"--out_dir={tmp_path}/x",
                  "--shard_optimizer=True", WORLD_SIZE="8", RANK="0")  # fmt: skip

@@ -443,7 +443,7 @@ def test_a_full_disk_leaves_the_run_going_with_the_last_checkpoint(tiny_argv, tm
         else:
             assert main(tiny_argv("run", "--save_interval=5")) == 0
     assert len(calls) == 2 and not list(out.glob("*.tmp"))
-    assert f"cannot write {out}/ckpt_0000{full[0]} (Py" in (said := capsys.readouterr().out), said
+    assert f"cannot write {out}/ckpt_0000{full[0]}, is the disk full? (Py" in (said := capsys.readouterr().out), said
     assert f"iteration {full[0] - 5}, is kept, and the run goes on: make room" in said
     main(tiny_argv("run"))
     assert_same_run(tmp_path / "whole", out)
