@@ -438,7 +438,7 @@ def test_a_full_disk_leaves_the_run_going_with_the_last_checkpoint(tiny_argv, tm
         patch.setattr(torch, "save", full_save)
         patch.setattr(train_module, "open", full_open, raising=False)
         if 20 in full:  # the last one must be written
-            with pytest.raises(OSError, match="cannot write .*ckpt_000020 .*no space left.*, iteration 10, is kept"):
+            with pytest.raises(OSError, match="cannot write .*ckpt_000020, is the disk full.*no space left.*, iteration 10, is kept"):
                 main(tiny_argv("run", "--save_interval=5"))
         else:
             assert main(tiny_argv("run", "--save_interval=5")) == 0
