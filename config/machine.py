@@ -1,18 +1,19 @@
 """
 Where a program runs: device, precision, and this process among the others that torchrun started;
-when it is asked to stop, and which folder is its own.
+when it is asked to stop, and which folder it has for itself.
 
-What "auto" means is decided once, by pure functions that a table in tests/ holds to their word.
+What "auto" means is decided by a pure function, which is checked case by case in tests/.
 """
 
 import contextlib
-import hashlib
 import os
-import shutil
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,35 +21,33 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-# -------------------------------------------------------------------------------
-# choices
+# --- device and precision ------------------------------------------------------
 
 
 @dataclass
-class Choice:
+class Precision:
     """How to compute: resolved from the settings and the machine."""
 
     device: str
     dtype: str
-    scaler: bool   # float16 gradients underflow unless the loss is scaled up
+    scaler: bool  # float16 gradients underflow unless the loss is scaled up
     compile: bool
-    flash: bool    # attention by the flash kernel (arXiv:2307.08691), and by no other
+    flash: bool  # attention by a fused kernel alone (arXiv:2307.08691)
 
 
 def choose(
-    device: str, dtype: str, compile: str, capability: tuple | None, has_mps: bool, has_compiler: bool
-) -> Choice:
+    device: str, dtype: str, compile: str, capability: tuple | None, has_mps: bool, can_build: bool
+) -> Precision:
     """
-    The settings as resolved here. capability is the GPU's CUDA compute capability, None without one.
-    Raises ValueError for what this machine cannot do.
+    The settings as resolved here. capability is the GPU's CUDA compute capability, None without a
+    GPU; can_build is has_compiler(). Raises ValueError for what this machine cannot do.
     """
     if device == "auto":
         device = "cuda" if capability else "mps" if has_mps else "cpu"
     if (device == "cuda" and not capability) or (device == "mps" and not has_mps):
-        raise ValueError(f"device={device} is not available on this machine: use device=cpu or auto")
+        raise ValueError(f"device={device} is not available here: use device=cpu or auto")
     if dtype == "auto":
         dtype = "float32"  # a CPU without bfloat16 units would be some 100 times slower with it
         if device == "cuda":
@@ -57,23 +56,34 @@ def choose(
         raise ValueError("this GPU has no bfloat16: use dtype=float16, float32 or auto")
     if dtype == "float16" and device != "cuda":
         raise ValueError(f"dtype=float16 needs a CUDA device, not {device}: use float32 or auto")
-    can_compile = capability >= (7, 0) if device == "cuda" else device == "cpu" and has_compiler
+    can_compile = can_build and (device == "cpu" or (device == "cuda" and capability >= (7, 0)))
     if compile == "True" and not can_compile:
-        raise ValueError("torch.compile does not work on this machine: use compile=False or auto")
-    compiled = compile == "True" or (compile == "auto" and device == "cuda" and can_compile)
-    flash = device == "cpu" or (device == "cuda" and capability >= (8, 0) and dtype != "float32")
-    return Choice(device, dtype, scaler=dtype == "float16", compile=compiled, flash=flash)
+        raise ValueError(
+            "torch.compile does not work here (it needs a C++ compiler, and no GPU below compute "
+            "capability 7): use compile=False or auto"
+        )
+    compiled = can_compile and (compile == "True" or (compile == "auto" and device == "cuda"))
+    flash = device == "cuda" and capability >= (8, 0) and dtype != "float32"
+    return Precision(device, dtype, scaler=dtype == "float16", compile=compiled, flash=flash)
 
 
-# -------------------------------------------------------------------------------
-# processes
+def has_compiler() -> bool:
+    """Whether the C++ compiler that torch.compile would call is there and starts."""
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    try:
+        return subprocess.run([name, "--version"], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+# --- processes -----------------------------------------------------------------
 
 
 @dataclass
 class Runtime:
     """This process among the others, and its device."""
 
-    choice: Choice
+    precision: Precision
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -94,8 +104,7 @@ class Runtime:
         """Each value summed over all ranks."""
         if self.world_size == 1:
             return list(values)
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        total = torch.tensor(values, dtype=dtype, device=self.device)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.tolist()
 
@@ -104,68 +113,76 @@ class Runtime:
         return self.sum(float(flag != 0))[0] > 0
 
     def gather(self, items: list) -> list:
-        """The lists of all ranks, one after the other."""
+        """The lists of all ranks, joined in the order of the ranks."""
         if self.world_size == 1:
             return items
         lists = [None] * self.world_size
         dist.all_gather_object(lists, items)
         return [item for one in lists for item in one]
 
-    @contextlib.contextmanager
-    def compute(self) -> Iterator[None]:
-        """How the model's forward pass runs: its products in the chosen precision, and flash attention."""
-        with contextlib.ExitStack() as stack:
-            if self.choice.dtype != "float32":
-                stack.enter_context(torch.autocast(self.device.type, getattr(torch, self.choice.dtype)))
-            if self.choice.flash:
-                stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
-            yield
+    def on_first(self, work: Callable, *args) -> None:
+        """Call work(*args) on rank 0 while the others wait. All raise its ValueError or OSError."""
+        problems = []
+        if self.rank == 0:
+            try:
+                work(*args)
+            except (ValueError, OSError) as error:
+                problems = [error]
+        for error in self.gather(problems):
+            raise error
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """How the model's forward pass runs: its matrix products in the chosen precision."""
+        if self.precision.dtype == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, getattr(torch, self.precision.dtype))
 
     def check_attention(self, head_dim: int) -> None:
-        """Try the flash kernel once. Raises ValueError if it does not take this width, D."""
-        q = torch.zeros(1, 1, 8, head_dim, device=self.device, dtype=getattr(torch, self.choice.dtype))
+        """Try the fused kernel once. Raises ValueError if it does not take heads so wide."""
+        if not self.precision.flash:
+            return
+        q = torch.zeros(1, 1, 8, head_dim, device=self.device, requires_grad=True)
         try:
-            with self.compute():
-                F.scaled_dot_product_attention(q, q, q, is_causal=True)
+            with self.autocast():
+                F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
         except RuntimeError as error:
             raise ValueError(
-                f"flash attention does not work on this {self.device.type} with heads of width {head_dim} in "
-                f"{self.choice.dtype}: choose n_head so that n_embd / n_head is a multiple of 8 and at most "
-                "256, or dtype=float32"
+                f"no fused attention here takes heads of width {head_dim}: choose n_head so that "
+                "n_embd / n_head is a multiple of 8 and at most 256, or dtype=float32"
             ) from error
 
     def peak_memory_gb(self) -> float | None:
-        """The most that this process has held at a time, of the GPU's memory or of the machine's."""
+        """The most that this process has held: of the GPU's memory, or else of the machine's."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 1e9
         if os.name != "posix":
             return None
         import resource  # not on Windows
 
-        unit = 1 if sys.platform == "darwin" else 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
     def check_agreement(self, own: dict) -> None:
-        """Raises ValueError, on all ranks, with what a rank was given that the first one was not."""
-        first, *others = self.gather([own])
-        for rank, other in enumerate(others, start=1):
-            differ = [f"{key} ({other.get(key)}, not {first[key]})" for key in first if other.get(key) != first[key]]
-            if differ:
+        """Raises ValueError, on all ranks, with what a rank was given that rank 0 was not."""
+        ranks = self.gather([own])
+        for rank, other in enumerate(ranks):
+            first = {key: value for key, value in ranks[0].items() if other.get(key) != value}
+            if first:
+                what = ", ".join(f"{key} ({other.get(key)}, not {first[key]})" for key in first)
                 raise ValueError(
-                    f"rank {rank} differs from rank 0 in {', '.join(differ)}: start all of them with the same "
+                    f"rank {rank} differs from rank 0 in {what}: start all of them with the same "
                     "code, settings and files"
                 )
 
 
-def join(backend: str) -> None:
-    """
-    Meet the processes that torchrun started. It keeps one store of addresses for all attempts of
-    --max-restarts, where a restarted process would find those of processes that are gone, so that each
-    attempt needs a corner of its own. Their number is known on one machine only; on several, torchrun
-    can be told to make a new store for each.
-    """
+def init_processes(backend: str) -> None:
+    """Meet the processes that torchrun started."""
+    # For --max-restarts it keeps one store of addresses, where a restarted process would find those
+    # of processes that are gone, so each attempt gets a part of its own. Attempts are counted per
+    # machine; with several machines, torchrun can be told to make a new store for each attempt.
     env = os.environ
-    shared = env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    shared = restarts and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and env["LOCAL_WORLD_SIZE"] != env["WORLD_SIZE"]:
         raise ValueError(
             "on several machines --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
@@ -174,22 +191,24 @@ def join(backend: str) -> None:
     store, rank, world_size = next(dist.rendezvous("env://"))
     if shared:
         store = dist.PrefixStore(f"attempt {env['TORCHELASTIC_RESTART_COUNT']}", store)
-    timeout = timedelta(minutes=30)  # the others wait while the first one writes a checkpoint
+    timeout = timedelta(minutes=30)  # the others wait while rank 0 writes a checkpoint
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def setup_runtime(device: str, dtype: str = "float32", compile: str = "False") -> Runtime:
-    """Join the other processes, if torchrun started some, and take this one's device."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    """Meet the other processes, if torchrun started some, and take this one's device."""
+    env = os.environ
+    # Fewer gaps in the GPU's memory. It is read when CUDA starts, so this comes first.
+    env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    world_size = int(env.get("WORLD_SIZE", 1))
+    # One process is rank 0, whatever a shell still holds.
+    rank, local_rank = (int(env.get(key, 0)) * (world_size > 1) for key in ("RANK", "LOCAL_RANK"))
     capability = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
-    compilers = [os.environ.get("CXX"), "c++", "g++", "clang++", "cl"]
-    has_compiler = any(shutil.which(name) for name in compilers if name)
-    has_mps = torch.backends.mps.is_available()
-    choice = choose(device, dtype, compile, capability, has_mps, has_compiler)
-    place = torch.device(choice.device)
-    if choice.device == "cuda":
-        n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    has_mps, can_build = torch.backends.mps.is_available(), compile != "False" and has_compiler()
+    precision = choose(device, dtype, compile, capability, has_mps, can_build)
+    place = torch.device(precision.device)
+    if precision.device == "cuda":
+        n_local = int(env.get("LOCAL_WORLD_SIZE", 1))
         if n_local > torch.cuda.device_count():
             raise ValueError(
                 f"{n_local} processes need as many GPUs, this machine has "
@@ -197,85 +216,118 @@ def setup_runtime(device: str, dtype: str = "float32", compile: str = "False") -
             )
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)
-        if choice.dtype != "float32":
+        if precision.dtype != "float32":
             torch.set_float32_matmul_precision("high")  # TF32 for the float32 products that remain
+        # The other ways to compute attention are slower, and one keeps a (T, T) matrix.
+        torch.backends.cuda.enable_math_sdp(not precision.flash)
+        torch.backends.cuda.enable_mem_efficient_sdp(not precision.flash)
     if world_size > 1:
-        if choice.device == "mps":
+        if precision.device == "mps":
             raise ValueError("several processes cannot share device=mps: use one, or device=cpu")
-        join("nccl" if choice.device == "cuda" else "gloo")
-    return Runtime(choice, rank, world_size, place)
+        init_processes("nccl" if precision.device == "cuda" else "gloo")
+    return Runtime(precision, rank, world_size, place)
 
 
-def leave(rt: Runtime) -> None:
+def close_processes(rt: Runtime) -> None:
     """Part from the other processes."""
     if rt.world_size > 1:
         dist.destroy_process_group()
 
 
-def code_digest() -> str:
-    """SHA-256 of this repository's Python files, to tell whether all machines run the same."""
-    root, found = Path(__file__).parent.parent, hashlib.sha256()
-    for path in sorted([*root.glob("*.py"), *root.glob("config/*.py"), *root.glob("data/*.py")]):
-        found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()[:16]
+# --- signals -------------------------------------------------------------------
 
 
 class Stop:
     """
-    SIGTERM or Ctrl-C: the run ends after the iteration at work, saved. A second Ctrl-C ends it now.
+    `with Stop() as stop:` a signal to end, such as Ctrl-C, only sets stop.signal to its number, so
+    that the program can finish its step and save. A second Ctrl-C ends it at once. Python handles
+    signals in its main thread, so in another one this does nothing.
     """
 
     def __init__(self):
         self.signal = 0
-        self.before = {s: signal.signal(s, self.handle) for s in (signal.SIGTERM, signal.SIGINT)}
+        self.before = {}  # the handlers to put back
 
-    def handle(self, number: int, frame) -> None:
+    def __enter__(self) -> "Stop":
+        in_main = threading.current_thread() is threading.main_thread()
+        for number in signal.Signals if in_main else ():
+            nohup = number.name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN
+            if number.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") and not nohup:
+                self.before[number] = signal.signal(number, self.handle)
+        return self
+
+    def handle(self, number: int, frame: object) -> None:
         # torchrun passes a Ctrl-C on to processes that the terminal has told already.
         if self.signal and number == signal.SIGINT and "WORLD_SIZE" not in os.environ:
             raise KeyboardInterrupt
         self.signal = self.signal or number
 
-    def restore(self) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
 
-# -------------------------------------------------------------------------------
-# folders that one process writes at a time
+# --- files ---------------------------------------------------------------------
 
 
-def owner() -> str:
-    """Who this process is: "host-1234"."""
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
-def is_at_work(name: str) -> bool:
-    """Whether the process of that name, one of this machine, still runs."""
-    host, _, pid = name.rpartition("-")
-    if host != socket.gethostname() or not pid.isdigit() or os.name != "posix":
-        return False
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all. Raises OSError; the file is then as it was."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        os.kill(int(pid), 0)  # asks, and sends nothing
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+        with open(unfinished, "wb") as f:
+            f.write(content.encode() if isinstance(content, str) else content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise OSError(
+            f"cannot write {path} ({error.strerror}): it is as it was; make room"
+        ) from error
 
 
 @contextlib.contextmanager
-def claim(folder: Path) -> Iterator[None]:
-    """Make a folder and hold it while the block runs. Raises ValueError if another process holds it."""
+def folder_lock(folder: Path) -> Iterator[None]:
+    """
+    Make a folder and have it alone while the block runs. A thread renews its file `lock` every
+    second. One that stays the same for five seconds was left by a process that was killed, here or
+    on another machine, and is taken over. Raises ValueError if another process has the folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / "lock"
-    holder = lock.read_text(encoding="utf-8") if lock.exists() else ""
-    if holder != owner() and is_at_work(holder):
-        raise ValueError(
-            f"process {holder.rpartition('-')[2]} is at work in {folder}: wait for it, or choose another "
-            f"run_name (if it is something else, delete {lock})"
-        )
-    lock.write_text(owner(), encoding="utf-8")
+    lock, ended = folder / "lock", threading.Event()
+    own = f"process {os.getpid()} on {socket.gethostname()}, {time.time_ns()}, ".encode()
+
+    def content() -> bytes:
+        return lock.read_bytes() if lock.exists() else b""
+
+    def renew() -> None:
+        while not ended.wait(1) and content().startswith(own):
+            with contextlib.suppress(OSError), open(lock, "r+b") as f:  # takes no space
+                f.write(own + str(time.time_ns()).encode())
+
+    try:
+        with open(lock, "xb") as f:
+            f.write(own)
+    except FileExistsError:
+        before = content()
+        for _ in range(50):
+            time.sleep(0.1)
+            if content() != before:
+                break
+        else:
+            lock.write_bytes(own)
+            time.sleep(0.5)  # of several that take it over at once, the last to write has it
+        if content() != own:
+            raise ValueError(
+                f"{folder} is in use, a process renews {lock}: wait, or choose another folder"
+            ) from None
+    thread = threading.Thread(target=renew, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        lock.unlink(missing_ok=True)
+        ended.set()
+        thread.join()
+        if content().startswith(own):
+            lock.unlink()

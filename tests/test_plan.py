@@ -1,0 +1,134 @@
+"""The plan's arithmetic against the model, traces of its memory, and a calculation by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT
+
+from config import load_config
+from config.plan import flops_per_token, memory, n_params, parameters, peak_flops
+from model import GPT, GPTConfig
+from train import TrainConfig, main
+
+
+def config(name: str, **changes) -> TrainConfig:
+    return replace(load_config(TrainConfig, {}, [str(ROOT / "config" / f"{name}.py")]), **changes)
+
+
+@pytest.mark.parametrize("name", ["canonical_1p7b", "gf2_1p7b", "learned_1p7b", "learned_toy"])
+def test_parameters_and_flops_are_the_models(name):
+    cfg = config(name)
+    with torch.device("meta"):
+        model = GPT(cfg)
+    assert n_params(cfg) == model.n_params()
+    assert flops_per_token(cfg) == model.flops_per_token()
+    assert parameters(cfg)["input"] == sum(p.numel() for p in model.wte.parameters())
+
+
+def test_the_papers_sizes_by_hand():
+    C, F, V = 2048, 8192, 49152
+    backbone = 24 * (4 * C * C + 3 * C * F + 2 * C) + C
+    assert n_params(config("canonical_1p7b")) == backbone + V * C == 1_711_376_384
+    assert n_params(config("learned_1p7b")) == backbone + 2 * V * C == 1_812_039_680
+
+
+@pytest.mark.parametrize(
+    "compiled, recompute, traced_gb",
+    [(False, False, 85.8), (False, True, 39.1), (True, False, 69.6), (True, True, 32.4)],
+)
+def test_the_memory_of_the_large_run_is_that_of_a_trace(compiled, recompute, traced_gb):
+    # A step with fake tensors in PyTorch 2.13, bfloat16: the largest sum of all live storages;
+    # compiled, what is kept after the forward pass and the gradient of the logits.
+    cfg = config("canonical_1p7b", batch_size=8, activation_checkpointing=recompute)
+    parts = memory(cfg, half=True, compiled=compiled)
+    assert sum(parts.values()) / 1e9 == pytest.approx(traced_gb, rel=0.05)
+    N = 1_711_376_384
+    assert [parts[key] for key in ("weights", "gradients", "AdamW's means")] == [
+        4 * N,
+        4 * N,
+        8 * N,
+    ]
+    assert memory(config("learned_1p7b"), True, compiled)["16-bit weights"] == 2 * N  # no table
+
+
+def kept_bytes(cfg: GPTConfig, recompute: bool) -> int:
+    """What the loss keeps for its backward pass, without parameters and buffers."""
+    model, kept = GPT(cfg, recompute), {}
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in own:
+            kept[t.untyped_storage().data_ptr()] = t  # keeps it, so that no address is used twice
+        return t
+
+    ids = torch.zeros(2, cfg.block_size, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(ids, ids)
+    return sum(t.untyped_storage().nbytes() for t in kept.values())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_block_keeps_what_the_plan_says(recompute):
+    def both(n_layer: int) -> tuple[int, int]:
+        cfg = TrainConfig(
+            input_mode="learned", vocab_size=256, block_size=64, n_embd=128, n_inner=384,
+            n_layer=n_layer, batch_size=2, activation_checkpointing=recompute,
+        )  # fmt: skip
+        return kept_bytes(cfg, recompute), memory(cfg, False, False)["activations"]
+
+    (kept_2, planned_2), (kept_3, planned_3) = both(2), both(3)
+    extra = 0 if recompute else 2 + 2  # per token: a number per norm, and one per head
+    assert kept_3 - kept_2 == planned_3 - planned_2 + 4 * 2 * 64 * extra
+
+
+def plan(capsys, *args: str) -> str:
+    main([str(ROOT / "config" / "learned_1p7b.py"), "--plan", "--data_dir=no/such", *args])
+    return capsys.readouterr().out
+
+
+def test_the_plan_of_eight_gpus_by_hand(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    out = plan(capsys)
+    # 47,684 steps of 2^21 tokens; 11,476,217,856 FLOPs per token; 8 x 989e12 x 0.4 FLOP/s.
+    for words in (
+        "1,812,039,680",
+        "8 in all, batch_size 8, 16-bit products, compiled",
+        "100,000,595,968 tokens",
+        "8 x H100        100.7 hours at 40%",
+        "200.0 GB of tokens, 2 checkpoints of 21.74 GB",
+    ):
+        assert words in out, (words, out)
+    assert len(out.splitlines()) <= 24
+
+
+def test_recomputing_adds_a_third_and_a_cpu_has_no_known_peak(capsys):
+    assert "1 x H100      1,074.4 hours" in plan(capsys, "--activation_checkpointing")
+    assert "1 x H100        805.8 hours" in plan(capsys)
+    assert "hours" not in plan(capsys, "--device=cpu")
+
+
+def test_peaks_are_found_by_the_gpus_name(monkeypatch):
+    cuda = torch.device("cuda")
+    for name, peak in {
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA L40S": 362e12,
+        "NVIDIA L40": 181e12,
+        "NVIDIA L4": 121e12,
+        "NVIDIA A10G": 70e12,
+        "A new card": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(cuda, "bfloat16") == peak, name
+        assert peak_flops(cuda, "float32") is None
+    assert peak_flops(torch.device("cpu"), "bfloat16") is None
+
+
+@pytest.mark.parametrize("size", ["30m", "135m", "360m"])
+def test_the_first_lines_of_the_smaller_configs_are_true(size):
+    cfg = config(f"canonical_{size}")
+    text = (ROOT / "config" / f"canonical_{size}.py").read_text()
+    table = cfg.vocab_size * cfg.n_embd
+    assert f"{n_params(cfg):,} parameters with a code, {n_params(cfg) + table:,} with" in text
+    assert f"= {round(cfg.max_iters * cfg.tokens_per_iter / 1e9)} billion" in text
+    assert sum(memory(cfg, True, True).values()) < 0.92 * 24e9  # CUDA and gaps take the rest
