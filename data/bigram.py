@@ -23,8 +23,8 @@ def bigram_losses(train: np.ndarray, x: np.ndarray, y: np.ndarray, vocab_size: i
     V, d = vocab_size, 0.75
     unigram = (np.bincount(train, minlength=V) + 1) / (len(train) + V)
     pairs, n_pair = np.unique(train[:-1].astype(np.int64) * V + train[1:], return_counts=True)
-    n_first = np.bincount(train[:-1], minlength=V)     # n(x), as the first of a pair
-    n_kinds = np.bincount(pairs // V, minlength=V)     # r(x)
+    n_first = np.bincount(train[:-1], minlength=V)  # n(x), as the first of a pair
+    n_kinds = np.bincount(pairs // V, minlength=V)  # r(x)
     wanted = x.astype(np.int64) * V + y
     at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
     n_xy = np.where(pairs[at] == wanted, n_pair[at], 0)

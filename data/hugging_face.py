@@ -1,6 +1,5 @@
 """
-Hugging Face folders: a run written as a Llama that transformers, and what builds on it, can open, and
-a Llama's weights read into the learned arm.
+Hugging Face folders: a run written as a Llama that transformers, and what builds on it, can open.
 
     embed_tokens    the table, or the fixed code of every id written out as one (V, C)
     q, k, v_proj    rows of our qkv;  gate, up_proj    rows of our gate_up
@@ -13,21 +12,21 @@ import re
 import tempfile
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from config import try_json
 from data.tokenizers import END_OF_TEXT
-from model import GPT, GPTConfig
 
-# -------------------------------------------------------------------------------
-# weights
+# --- weights ------------------------------------------------------------------
 
 
-def llama_names(cfg: GPTConfig) -> dict[str, list[str]]:
-    """Our parameters, and Llama's that lie in them one above the other."""
-    names = {"norm_f.weight": ["model.norm.weight"], "lm_head.weight": ["lm_head.weight"]}
-    for i in range(cfg.n_layer):
+def llama_weights(weights: dict[str, Tensor], n_layer: int) -> dict[str, Tensor]:
+    """A GPT's weights under Llama's names. weights also has the input as a table (V, C), wte.weight."""
+    names = {
+        "wte.weight": ["model.embed_tokens.weight"],
+        "norm_f.weight": ["model.norm.weight"],
+        "lm_head.weight": ["lm_head.weight"],
+    }
+    for i in range(n_layer):
         ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
         names |= {
             ours + "norm_1.weight": [theirs + "input_layernorm.weight"],
@@ -37,107 +36,39 @@ def llama_names(cfg: GPTConfig) -> dict[str, list[str]]:
             ours + "mlp.gate_up.weight": [f"{theirs}mlp.{x}_proj.weight" for x in ("gate", "up")],
             ours + "mlp.down.weight": [theirs + "mlp.down_proj.weight"],
         }
-    return names
+    found = {}
+    for ours, theirs in names.items():
+        found |= dict(zip(theirs, weights[ours].detach().chunk(len(theirs))))
+    return {name: weight.contiguous().clone() for name, weight in found.items()}
 
 
-def to_llama(model: GPT) -> tuple[dict, dict[str, Tensor]]:
-    """Llama's config.json and weights. A fixed code is written out as the table embed_tokens (V, C)."""
-    cfg, own = model.cfg, model.state_dict()
-    ids = torch.arange(cfg.vocab_size, device=model.lm_head.weight.device)
-    weights = {"model.embed_tokens.weight": model.wte(ids).detach()}
-    for ours, theirs in llama_names(cfg).items():
-        weights |= dict(zip(theirs, own[ours].chunk(len(theirs))))
-    return to_llama_config(cfg), {name: w.cpu().contiguous().clone() for name, w in weights.items()}
-
-
-def to_llama_config(cfg: GPTConfig) -> dict:
+def llama_config(config: dict, eot: int) -> dict:
+    """Llama's config.json for a run's settings."""
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32",
-        "vocab_size": cfg.vocab_size, "hidden_size": cfg.n_embd, "num_hidden_layers": cfg.n_layer,
-        "intermediate_size": cfg.n_inner or 4 * cfg.n_embd, "hidden_act": "silu",
-        "num_attention_heads": cfg.n_head, "num_key_value_heads": cfg.n_head,
-        "max_position_embeddings": cfg.block_size, "rms_norm_eps": cfg.norm_eps,
-        "rope_theta": cfg.rope_theta, "attention_bias": False, "mlp_bias": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
-        "tie_word_embeddings": False, "use_cache": True,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["n_embd"],
+        "num_hidden_layers": config["n_layer"],
+        "intermediate_size": config["n_inner"],
+        "hidden_act": "silu",
+        "num_attention_heads": config["n_head"],
+        "num_key_value_heads": config["n_head"],
+        "max_position_embeddings": config["block_size"],
+        "rms_norm_eps": config["norm_eps"],
+        "rope_theta": config["rope_theta"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+        "pad_token_id": eot,
+    }
 
 
-def from_llama(model: GPT, folder: str | Path) -> None:
-    """
-    Fill a model of the learned arm with the weights of a Llama folder. A head that is tied to the
-    table is copied from it. Raises ValueError where the folder's network is not of the model's shape.
-    """
-    cfg, path = model.cfg, Path(folder) / "config.json"
-    if cfg.input_mode != "learned":
-        raise ValueError(f"init_from needs input_mode=learned, got {cfg.input_mode}: it brings a table")
-    if not path.is_file():
-        raise ValueError(f"init_from: {path} is missing, {folder} is no Hugging Face folder")
-    theirs = try_json(path.read_text(encoding="utf-8"))
-    if not isinstance(theirs, dict):
-        raise ValueError(f"init_from: {path} is damaged: fetch the folder again")
-    check_config(theirs, cfg, folder)
-    weights = read_weights(Path(folder))
-    if theirs.get("tie_word_embeddings"):
-        weights["lm_head.weight"] = weights.get("model.embed_tokens.weight")
-    names = llama_names(cfg) | {"wte.weight": ["model.embed_tokens.weight"]}
-    wanted = {name for group in names.values() for name in group}
-    found = {name for name, w in weights.items() if w is not None and not name.endswith("inv_freq")}
-    for what, some in (("lacks", wanted - found), ("has unknown", found - wanted)):
-        if some:
-            raise ValueError(f"init_from: {folder} {what} weights, {min(some)} among {len(some)}")
-    for name in wanted:
-        if not weights[name].is_floating_point() or not weights[name].isfinite().all():
-            raise ValueError(f"init_from: {name} in {folder} holds no finite numbers (quantized or damaged)")
-    try:
-        model.load_state_dict({ours: torch.cat([weights[n] for n in group]) for ours, group in names.items()})
-    except RuntimeError as error:
-        raise ValueError(f"init_from: the weights in {folder} are of another shape: {error}") from error
-
-
-def check_config(theirs: dict, cfg: GPTConfig, folder: str | Path) -> None:
-    """Raise ValueError if a config.json is of another network than ours with the settings cfg."""
-    own = {"head_dim": cfg.n_embd // cfg.n_head, "rope_scaling": None, "rope_type": "default"}
-    wanted, rope = to_llama_config(cfg) | own, theirs.get("rope_parameters") or {}
-    filled = own | {
-        "rope_theta": rope.get("rope_theta", 1e4), "rope_type": rope.get("rope_type", "default"),
-        "num_key_value_heads": theirs.get("num_attention_heads"), "attention_bias": False, "mlp_bias": False,
-    } | theirs  # fmt: skip
-    keys = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "hidden_act",
-            "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_type",
-            "rope_scaling", "attention_bias", "mlp_bias")  # fmt: skip
-    differ = [f"{key}={filled.get(key)} there, {wanted[key]} here" for key in keys if filled.get(key) != wanted[key]]
-    if differ:
-        raise ValueError(f"init_from: {folder} is of another shape: {'; '.join(differ)}")
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of model.safetensors, or of the files that its index names."""
-    load, files, weights = safetensors_torch().load_file, ["model.safetensors"], {}
-    index = folder / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        for file in files:
-            weights |= load(folder / file)
-    except Exception as error:  # missing, cut short or something else
-        raise ValueError(
-            f"init_from: cannot read the weights in {folder} ({type(error).__name__}: {error})"
-        ) from error
-    return weights
-
-
-def safetensors_torch():
-    """The safetensors package, which is needed here alone."""
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise ValueError("Hugging Face folders need one more package: pip install safetensors") from None
-    return safetensors.torch
-
-
-# -------------------------------------------------------------------------------
-# tokenizer
+# --- tokenizer ----------------------------------------------------------------
 
 
 def hugging_face_json(spec: dict) -> dict:
@@ -168,55 +99,85 @@ def hugging_face_json(spec: dict) -> dict:
         r"\\u[0-9a-f]{4}|\\U[0-9a-f]{8}", lambda m: chr(int(m.group()[2:], 16)), spec["pat_str"]
     )
     special = [
-        {"id": i, "content": token, "special": True, "single_word": False, "lstrip": False,
-         "rstrip": False, "normalized": False}
+        {
+            "id": i,
+            "content": token,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
         for token, i in spec["special_tokens"].items()
-    ]  # fmt: skip
-    bytes_as_letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
-                        "use_regex": False}  # fmt: skip
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    ]
+    bytes_as_letters = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special,
-        "normalizer": None, "post_processor": None,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
+        "post_processor": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytes_as_letters]},
         "decoder": bytes_as_letters,
         "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
             "vocab": {text(token): i for i, token in enumerate(tokens)} | spec["special_tokens"],
             "merges": merges,
         },
-    }  # fmt: skip
+    }
 
 
-# -------------------------------------------------------------------------------
-# a whole folder
+# --- a whole folder -----------------------------------------------------------
 
 
-def export(model: GPT, spec: dict, card: str, folder: str) -> None:
+def export(weights: dict[str, Tensor], config: dict, spec: dict, card: str, folder: str) -> None:
     """
-    Write a model, its tokenizer and its card. Raises ValueError if the folder is not empty, so that
-    nothing is lost.
+    Write a run's weights (with wte.weight as a table), its settings, tokenizer and card. Raises
+    ValueError if the folder is not empty, so that nothing is lost.
     """
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise ValueError("an export needs one more package: pip install safetensors") from None
     eot, out = spec["special_tokens"][END_OF_TEXT], Path(folder).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"export: {folder} is not empty: choose another folder")
-    config, weights = to_llama(model)
-    ends = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
-    names = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-            "model_max_length": model.cfg.block_size}  # fmt: skip
     texts = {
-        "config.json": config | ends, "generation_config.json": ends | {"do_sample": True},
-        "tokenizer.json": hugging_face_json(spec), "tokenizer_config.json": names | kind,
-    }  # fmt: skip
-    save_file = safetensors_torch().save_file
+        "config.json": llama_config(config, eot),
+        "generation_config.json": {"bos_token_id": eot, "eos_token_id": eot, "do_sample": True},
+        "tokenizer.json": hugging_face_json(spec),
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": config["block_size"],
+            **dict.fromkeys(["bos_token", "eos_token", "pad_token"], END_OF_TEXT),
+        },
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     # Written beside its place and moved there when it is whole.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as name:
         partial = Path(name) / out.name
         partial.mkdir()
-        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        tensors = llama_weights(weights, config["n_layer"])
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
         for file, content in texts.items():
             (partial / file).write_text(json.dumps(content, indent=2), encoding="utf-8")
         (partial / "README.md").write_text(card, encoding="utf-8")
@@ -225,23 +186,31 @@ def export(model: GPT, spec: dict, card: str, folder: str) -> None:
         partial.rename(out)
 
 
-def model_card(title: str, saved: dict, scores: dict) -> str:
+def model_card(name: str, saved: dict, scores: dict) -> str:
     """What a run is, how its input was made, on what it was trained and how well it does."""
     config = saved["config"]
     made = "a fixed code of the token id; it was never trained and is written out as `embed_tokens`"
-    made = "a learned table" if config["input_mode"] == "learned" else made
-    lines = [
-        "---", "library_name: transformers", "pipeline_tag: text-generation", "---", "",
-        f"# {title}, {saved['iter'] * config['tokens_per_iter']:,} training tokens", "",
-        f"The input is {made}.", "",
-        f"Data: {config['data_dir']}, tokenizer {saved['data']['tokenizer']}.", "",
-        "| setting | value |", "|---|---|", *(f"| {key} | {value} |" for key, value in config.items()),
-        "", "| measure | value |", "|---|---|",
-    ]  # fmt: skip
-    if "loss" in scores:
-        lines += [f"| validation {key} | {scores[key]:.4f} |" for key in ("loss", "bits_per_byte")]
+    made = "a learned table" if name == "learned" else made
+    rows = list(config.items())
+    rows += [
+        (f"validation {key}", scores[key]) for key in ("loss", "bits_per_byte") if key in scores
+    ]
     for task, result in scores.get("tasks", {}).items():
         note = f" (first {result['n']} items)" if result["limited"] else ""
         metrics = [key for key in ("acc", "acc_norm", "perplexity") if key in result]
-        lines += [f"| {task} {key}{note} | {result[key]:.4f} |" for key in metrics]
-    return "\n".join(lines) + "\n"
+        rows += [(f"{task} {key}{note}", f"{result[key]:.4f}") for key in metrics]
+    table = "".join(f"| {key} | {value} |\n" for key, value in rows)
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {name}, {saved["step"] * config["tokens_per_iter"]:,} training tokens
+
+The input is {made}.
+
+Data: {config["data_dir"]}, tokenizer {saved["data"]["tokenizer"]}.
+
+| | |
+|---|---|
+{table}"""

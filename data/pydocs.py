@@ -1,9 +1,9 @@
 """
 The default corpus: the documentation that every Python carries, about 2 MB of English.
 
-The docstrings of the standard library, one document a module, the reference topics of pydoc_data,
-and what the built-in modules say of themselves. Nothing is downloaded, and no module is imported for
-its docstrings but those that are built into the interpreter: source files are parsed.
+The docstrings of the standard library, one document per module, the reference topics of pydoc_data,
+and what the built-in modules say of themselves. Nothing is downloaded, and source files are parsed,
+not imported.
 
     python -m data.pydocs [--vocab_size=2048] [--data_dir=data/pydocs]
 """
@@ -15,13 +15,14 @@ import platform
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import help_text, load_config, run_cli, split_args
+from config import load_config, run_cli, split_args
 from data.prepare import PrepareConfig, clean, command_of, prepare
+from data.text import cut
 
+LONGEST = 4096  # characters of a document: a few large ones would make the sides uneven
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
 
 
@@ -48,17 +49,16 @@ def builtin_docstrings(name: str) -> list[str]:
     """The docstrings of a module written in C, its functions, types and their methods."""
     module = importlib.import_module(name)
     found = [module]
-    for key in sorted(vars(module)):
-        value = vars(module)[key]
-        if callable(value):
-            found.append(value)
-            if inspect.isclass(value):
-                found += [vars(value)[method] for method in sorted(vars(value)) if method[0] != "_"]
+    for name in sorted(vars(module)):
+        value = vars(module)[name]
+        found += [value] if callable(value) else []
+        if inspect.isclass(value):
+            found += [vars(value)[method] for method in sorted(vars(value)) if method[0] != "_"]
     texts = [getattr(item, "__doc__", None) for item in found]
     return [inspect.cleandoc(text) for text in texts if isinstance(text, str)]
 
 
-def documents() -> Iterator[str]:
+def read_documents() -> list[str]:
     """Every document, in a fixed order; a docstring that occurred before is left out."""
     root = Path(sysconfig.get_path("stdlib"))
     groups = [
@@ -69,29 +69,33 @@ def documents() -> Iterator[str]:
     groups += [builtin_docstrings(name) for name in sorted(sys.builtin_module_names)]
     topics = importlib.import_module("pydoc_data.topics").topics
     groups += [[topics[name]] for name in sorted(topics)]
-    seen = set()
+    seen, documents = set(), []
     for group in groups:
         new = [text for text in dict.fromkeys(map(clean, group)) if text not in seen]
         seen.update(new)
-        if new:
-            yield "\n\n".join(new)
+        documents += cut(["\n\n".join(new)], LONGEST) if new else []
+    return documents
+
+
+def prepare_pydocs(data_dir: str, vocab_size: int, **others: object) -> Path:
+    """Also what train.py calls when the default corpus is missing."""
+    cfg = PydocsConfig(data_dir=data_dir, vocab_size=vocab_size, **others)
+    texts = read_documents()
+    size = sum(len(text.encode()) for text in texts)
+    return prepare(
+        cfg,
+        lambda place: ((i + 1, None, texts[i]) for i in range(place or 0, len(texts))),
+        f"the documentation in Python {platform.python_version()}, {size} bytes",
+        command_of("data.pydocs", cfg),
+        size,
+    )
 
 
 def main(argv: list[str]) -> None:
-    if {"--help", "-h"} & set(argv):
-        print(help_text(PydocsConfig, __doc__.strip()))
-        return
-    words, given = split_args(argv)
+    words, given = split_args(argv, PydocsConfig, __doc__)
     if words:
         raise ValueError(f"cannot read {words[0]!r}: settings are written --key=value")
-    prepare_pydocs(load_config(PydocsConfig, [], given))
-
-
-def prepare_pydocs(cfg: PydocsConfig) -> Path:
-    """Also what train.py calls when the default corpus is missing."""
-    texts = list(documents())
-    source = f"pydocs of Python {platform.python_version()}"
-    return prepare(cfg, lambda: texts, source, command_of("data.pydocs", cfg))
+    prepare_pydocs(**vars(load_config(PydocsConfig, given)))
 
 
 if __name__ == "__main__":

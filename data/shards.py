@@ -5,11 +5,12 @@ A dataset is a folder that data/prepare.py writes:
 
     train_00000.bin ...   token ids as raw little-endian uint16, documents one after the other,
     val_00000.bin ...     each ended by the end-of-text id
-    meta.json             vocabulary, counts of every file, where it all comes from
     tiktoken.json         the tokenizer
+    SHA256SUMS            of these files: cd FOLDER && sha256sum -c SHA256SUMS
+    meta.json             vocabulary, counts of every file, where it all comes from
 
-A window is T inputs and the T tokens that follow each of them, so it takes T + 1 tokens of one file,
-and neighbours share one:
+A window is T inputs and the T tokens that follow each of them, so it takes T + 1 tokens of one
+file, and neighbours share one:
 
     tokens     0 1 2 3 4 5 6 7 8
     T = 4      [x x x x y]
@@ -18,25 +19,79 @@ and neighbours share one:
 Letters: B batch, T time (block_size), N windows of a split.
 """
 
-import hashlib
 import shlex
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from config import try_json
 from data import tokenizers
 
 SCAN_TOKENS = 2**24  # up to this size every id is checked on opening; beyond, when it is read
 
+# -------------------------------------------------------------------------------
+# meta.json
+
+
+def damaged(path: Path, what: str, command: str) -> ValueError:
+    return ValueError(f"{path} {what}: delete {path.parent} and prepare it again with `{command}`")
+
+
+def read_meta(folder: str | Path) -> dict:
+    """meta.json, checked against the tokenizer beside it. Raises ValueError with the remedy."""
+    folder = Path(folder)
+    path = folder / "meta.json"
+    if not path.is_file():
+        if (folder / "progress.json").exists():
+            raise ValueError(f"{folder} is not complete: run the command again that prepares it")
+        module = folder.name if folder.name in ("pydocs", "fineweb_edu") else "text --input=PATH"
+        remedy = f"`python -m data.{module} --data_dir={folder}`"
+        if module == "fineweb_edu":
+            remedy += ", which downloads 200 GB; add --tokens=1e9 (2 GB) to begin with"
+        raise ValueError(f"dataset {folder} is not there (no {path}): prepare it with {remedy}")
+    meta = try_json(path.read_text(encoding="utf-8"))
+    required = {"tokenizer", "tokenizer_sha256", "vocab_size", "eot_id", "files", "command"}
+    missing = required - set(meta) if isinstance(meta, dict) else {"valid JSON"}
+    if not missing and not all({"name", "tokens"} <= set(file) for file in meta["files"]):
+        missing = {"the name or the tokens of a file"}
+    if missing:
+        lacks = ", ".join(sorted(missing))
+        raise ValueError(f"{path} lacks {lacks}: delete {folder} and prepare it again")
+    # The command that repairs it writes where it lies now, not where it was made.
+    words = [word for word in shlex.split(meta["command"]) if not word.startswith("--data_dir=")]
+    meta["command"] = shlex.join([*words, f"--data_dir={folder}"])
+    if tokenizers.digest(tokenizers.read_spec(folder)) != meta["tokenizer_sha256"]:
+        what = f"is not the tokenizer of {path} ({meta['tokenizer']})"
+        raise damaged(folder / tokenizers.FILE_NAME, what, meta["command"])
+    return meta
+
+
+def check_size(path: Path, n_tokens: int, command: str) -> None:
+    if not path.is_file():
+        raise damaged(path, "is missing", command)
+    size = path.stat().st_size
+    if size != 2 * n_tokens or size == 0:
+        raise damaged(path, f"has {size} bytes, but should have {2 * n_tokens}", command)
+
+
+def identity(meta: dict) -> dict:
+    """What makes two datasets the same for a run: the tokenizer and the content of every file."""
+    return {
+        "tokenizer": meta["tokenizer"],
+        "tokenizer_sha256": meta["tokenizer_sha256"],
+        "files": [[file["name"], file["tokens"], file.get("sha256")] for file in meta["files"]],
+    }
+
+
+# -------------------------------------------------------------------------------
+# reading
+
 
 class Shards:
     """
-    One split ("train" or "val") of a dataset. Only the tokens asked for are ever read, and no file is
-    kept open: thousands of files cost no more than one, in memory and in time.
+    One split ("train" or "val") of a dataset. Only the tokens asked for are ever read, and no file
+    is kept open: thousands of files cost no more than one, in memory and in time.
     """
 
     def __init__(self, folder: str | Path, split: str, vocab_size: int, block_size: int):
@@ -54,12 +109,13 @@ class Shards:
             check_size(path, file["tokens"], self.meta["command"])
         self.sizes = np.array([file["tokens"] for file in self.files], dtype=np.int64)
         per_file = np.maximum(self.sizes - 1, 0) // block_size
-        self.first_window = np.concatenate([[0], np.cumsum(per_file)])  # of each file, and the total
+        self.first_window = np.concatenate([[0], np.cumsum(per_file)])  # of each file; the total
         self.n_windows, self.n_tokens = int(self.first_window[-1]), int(self.sizes.sum())
         if self.n_windows == 0:
             raise ValueError(
                 f"{self.folder}: the {split} files hold {self.n_tokens} tokens, fewer than "
-                f"block_size + 1 = {block_size + 1} in a row: use more text or a smaller block_size"
+                f"block_size + 1 = {block_size + 1} in a row: use more text, a smaller block_size"
+                + (" or a larger val_fraction" if split == "val" else "")
             )
         if self.n_tokens <= SCAN_TOKENS:
             for i, size in enumerate(self.sizes):
@@ -68,19 +124,17 @@ class Shards:
     def read(self, i: int, start: int, stop: int) -> np.ndarray:
         """Tokens start .. stop - 1 of file i, at most to its end: (n,) uint16, every id checked."""
         # Not a memory map: every page that one has touched counts as this process's memory.
-        tokens = np.fromfile(self.paths[i], dtype="<u2", count=max(0, stop - start), offset=2 * start)
-        wanted = min(stop, int(self.sizes[i])) - start
-        if len(tokens) < wanted:
-            raise ValueError(
-                f"{self.paths[i]} ends after {self.paths[i].stat().st_size // 2} of {self.sizes[i]} tokens: "
-                f"it was cut while in use; prepare the dataset again with `{self.meta['command']}`"
-            )
+        path, n = self.paths[i], max(0, stop - start)
+        tokens = np.fromfile(path, dtype="<u2", count=n, offset=2 * start)
+        if len(tokens) < min(stop, int(self.sizes[i])) - start:
+            what = f"was cut while in use, to {path.stat().st_size // 2} of {self.sizes[i]} tokens"
+            raise damaged(path, what, self.meta["command"])
         if len(tokens) and tokens.max() >= self.vocab_size:
             at = int(np.argmax(tokens >= self.vocab_size))
-            raise ValueError(
-                f"{self.paths[i]}: id {tokens[at]} at token {start + at} is outside the vocabulary "
-                f"of {self.vocab_size}: prepare it again with `{self.meta['command']}`"
+            what = (
+                f"has id {tokens[at]} at token {start + at}, the vocabulary {self.vocab_size} ids"
             )
+            raise damaged(path, what, self.meta["command"])
         return tokens
 
     def windows(self, numbers: np.ndarray) -> np.ndarray:
@@ -100,7 +154,7 @@ class Shards:
         `limit` tokens (0 = all), is a target exactly once over all ranks. Every rank gets the same
         number of batches; the last may be smaller than the others, or empty.
         Each file is read after an end-of-text id, so that its first token has something to follow.
-        The rest of a row behind the file's end has target -1, which does not count.
+        What is left of a row after the file's end has target -1, which does not count.
         """
         T, eot, rows = self.block_size, self.meta["eot_id"], []
         left = limit or self.n_tokens
@@ -119,112 +173,15 @@ class Shards:
             yield x, y
 
 
-def identity(meta: dict) -> dict:
-    """What makes two datasets the same for a run: the tokenizer and the size of every file."""
-    return {
-        "tokenizer": meta["tokenizer"],
-        "tokenizer_sha256": meta["tokenizer_sha256"],
-        "files": [[file["name"], file["tokens"]] for file in meta["files"]],
-    }
-
-
-def read_meta(folder: str | Path) -> dict:
-    """meta.json, checked against the tokenizer beside it. Raises ValueError with the remedy."""
-    folder = Path(folder)
-    path = folder / "meta.json"
-    if not path.is_file():
-        corpora = ("pydocs", "fineweb_edu")  # those that need no --input
-        command = f"data.{folder.name}" if folder.name in corpora else "data.text --input=PATH"
-        if (folder / "progress.json").exists():
-            command = "data.fineweb_edu"
-        raise ValueError(
-            f"dataset {folder} is not there (no {path}): prepare it with "
-            f"`python -m {command} --data_dir={folder}`, or see data/ for other corpora"
-        )
-    meta = try_json(path.read_text(encoding="utf-8"))
-    wanted = {"tokenizer", "tokenizer_sha256", "vocab_size", "eot_id", "files", "command"}
-    missing = wanted - set(meta) if isinstance(meta, dict) else {"valid JSON"}
-    if not missing and not all({"name", "tokens"} <= set(file) for file in meta["files"]):
-        missing = {"the name or the tokens of a file"}
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: prepare the dataset again")
-    spec = tokenizers.read_spec(folder)
-    if tokenizers.digest(spec) != meta["tokenizer_sha256"]:
-        raise ValueError(
-            f"{folder / tokenizers.FILE_NAME} is not the tokenizer of {path} ({meta['tokenizer']}): "
-            f"prepare the dataset again with `{meta['command']}`"
-        )
-    # The command that repairs it writes where it lies now, not where it was made.
-    words = [word for word in shlex.split(meta["command"]) if not word.startswith("--data_dir=")]
-    return meta | {"command": shlex.join([*words, f"--data_dir={folder}"])}
-
-
-def check_size(path: Path, n_tokens: int, command: str) -> None:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: prepare the dataset again with `{command}`")
-    size = path.stat().st_size
-    if size != 2 * n_tokens or size == 0:
-        raise ValueError(
-            f"{path} has {size} bytes, but should have {2 * n_tokens} (2 for each token): it is damaged, "
-            f"prepare the dataset again with `{command}`"
-        )
-
-
-def hash_file(path: Path):
-    """The SHA-256 object of a file, read block by block."""
-    sha256 = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(2**20):
-            sha256.update(block)
-    return sha256
-
-
-def damage_of(path: Path, entry: dict) -> str:
-    """What is wrong with a file, compared with its entry in meta.json; empty if nothing is."""
-    if not path.is_file():
-        return f"{path.name} is missing"
-    if path.stat().st_size != 2 * entry["tokens"]:
-        return f"{path.name} has {path.stat().st_size} bytes, but should have {2 * entry['tokens']}"
-    if "sha256" not in entry:
-        return f"{path.name} has no sha256 in meta.json"
-    return "" if hash_file(path).hexdigest() == entry["sha256"] else f"{path.name} has other bytes"
-
-
-def verify(folder: str | Path) -> int:
-    """
-    Read every byte of a dataset and compare it with meta.json; the number of files. Raises ValueError
-    that names each damaged one. Hashing works without Python's lock, so threads are enough for all cores.
-    """
-    folder, meta = Path(folder), read_meta(folder)
-    with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda entry: damage_of(folder / entry["name"], entry), meta["files"])
-        found = list(tqdm(found, total=len(meta["files"]), unit="file", desc="verifying", disable=None))
-    if any(found):
-        raise ValueError(
-            f"{folder} is damaged ({'; '.join(filter(None, found))}): copy these files anew, or delete "
-            f"{folder} and run `{meta['command']}`"
-        )
-    return len(found)
-
-
 # -------------------------------------------------------------------------------
 # the order of training
 
 
-def window_numbers(first: int, count: int, n_windows: int, seed: int) -> np.ndarray:
-    """
-    The windows at positions first .. first + count - 1 of a run: (count,) int64.
-
-    Position p is entry p mod N of epoch p // N, and every epoch is a shuffle of all N windows.
-    A function of p, N and seed alone: ranks, restarts and arms cannot change it.
-    """
-    positions = np.arange(first, first + count)
-    epochs, entries = positions // n_windows, positions % n_windows
-    numbers = np.empty_like(positions)
-    for epoch in np.unique(epochs):
-        here = epochs == epoch
-        numbers[here] = shuffled(entries[here], n_windows, seed, int(epoch))
-    return numbers
+def scramble(x: np.ndarray) -> np.ndarray:
+    """A 64-bit hash: shifts and odd multipliers, the finalizer of MurmurHash3."""
+    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return x ^ (x >> np.uint64(33))
 
 
 def shuffled(entries: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
@@ -233,9 +190,9 @@ def shuffled(entries: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
     A Feistel network: cut a number into halves (left, right) and repeat
         left, right = right, left XOR hash(right)
-    which can be undone step by step, whatever the hash is. It shuffles 0 .. 2^(2 h) - 1; an entry that
-    leaves 0 .. n-1 goes through again until it is back ("cycle walking"), about 4 times at most on
-    average, since 2^(2 h) < 4 n.
+    which can be undone step by step, whatever the hash is. It shuffles 0 .. 2^(2 h) - 1; an entry
+    that leaves 0 .. n-1 goes through again until it is back ("cycle walking"), about 4 times at
+    most on average, since 2^(2 h) < 4 n.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)  # h bits
     mask = np.uint64(2**half - 1)
@@ -251,8 +208,17 @@ def shuffled(entries: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     return out.astype(np.int64)
 
 
-def scramble(x: np.ndarray) -> np.ndarray:
-    """A 64-bit hash: shifts and odd multipliers, the finalizer of MurmurHash3."""
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return x ^ (x >> np.uint64(33))
+def window_numbers(first: int, count: int, n_windows: int, seed: int) -> np.ndarray:
+    """
+    The windows at positions first .. first + count - 1 of a run: (count,) int64.
+
+    Position p is entry p mod N of epoch p // N, and every epoch is a shuffle of all N windows.
+    A function of p, N and seed alone: ranks, restarts and the kind of input cannot change it.
+    """
+    positions = np.arange(first, first + count)
+    epochs, entries = positions // n_windows, positions % n_windows
+    numbers = np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        numbers[here] = shuffled(entries[here], n_windows, seed, int(epoch))
+    return numbers

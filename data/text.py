@@ -1,142 +1,150 @@
 """
-Your own text as a dataset: UTF-8 text files, JSONL files, and folders of them.
+Your own text as a dataset: text files, JSON lines, parquet files, and folders of them.
 
     python -m data.text --input=PATH [PATH ...] [--data_dir=data/text] [--tokenizer=gpt2-49152]
 
 A folder stands for every file below it that is not hidden, in the order of their names.
 
-    *.jsonl       one document a line, its "text" field
-    other files   one document, or parts of up to 16,384 characters, cut at a blank line if there is
-                  one, else at a line's end: so a single book can be split into training and validation
+    *.jsonl, *.ndjson   one document per line, its "text" field
+    *.parquet           one document per row, its "text" column
+    other files         UTF-8 text, in parts of up to 16,384 characters
 
-Then: python train.py config/canonical_toy.py --data_dir=data/text --run_name=text
+Whatever is longer than 1/512 of the input is cut into parts, at a blank line if there is one, else
+at the end of a line or a word, so that a single short book, too, has text for both sides.
+
+Then: python train.py --data_dir=data/text --run_name=text
 """
 
-import codecs
+import hashlib
 import json
-import os
-import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from config import help_text, load_config, run_cli, split_args
-from data.prepare import PrepareConfig, clean, command_of, prepare
+from config import load_config, run_cli, split_args
+from data.prepare import PrepareConfig, command_of, prepare
 
-PART = 16384  # characters
+LONGEST, SHORTEST = 16384, 40  # characters of a part
 
 
 @dataclass
 class TextConfig(PrepareConfig):
     data_dir: str = "data/text"  # folder to write
-    input: str = ""              # file or folder to read; more may follow, separated by spaces
-    errors: Literal["strict", "replace"] = "strict"  # on bytes that are no UTF-8: stop, or write a replacement character
+    input: str = ""  # file or folder to read; more may follow, separated by spaces
+    errors: Literal["strict", "replace"] = "strict"  # stop at bytes that are not UTF-8, or replace
 
 
 def list_files(inputs: list[str]) -> list[Path]:
-    """The files that the inputs stand for; links to folders are not followed. Raises ValueError."""
-    files = []
-    for name in inputs:
-        if os.path.isfile(name):
-            files.append(Path(name))
-            continue
-        if not os.path.isdir(name):
-            what = "is neither a file nor a folder" if os.path.exists(name) else "does not exist"
-            raise ValueError(f"input {name} {what}: name a text file, a JSONL file or a folder of them")
-        below = []
-        for folder, subfolders, names in os.walk(name, onerror=fail):
-            subfolders[:] = [sub for sub in subfolders if sub[0] != "."]
-            below += [Path(folder, n) for n in names if n[0] != "." and os.path.isfile(Path(folder, n))]
-        if not below:
-            raise ValueError(f"input {name} has no files (hidden ones and links to folders do not count)")
-        files += sorted(below)
-    return files
+    """The files that the inputs stand for, each once. Raises ValueError."""
+    files, left_out = {}, []
+    for top in map(Path, inputs):
+        if not top.exists():
+            raise ValueError(f"input {top} does not exist: name a text file or a folder of them")
+        for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
+            if any(part[0] == "." for part in path.relative_to(top).parts):
+                continue
+            if path.is_file():
+                files[path] = True
+            elif path.is_symlink() or not path.is_dir():
+                left_out.append(str(path))
+    if left_out:
+        print(f"left out, a link to a folder or to nothing, or no file: {', '.join(left_out)}")
+    if not files:
+        raise ValueError(f"input {', '.join(inputs)} has no files, hidden ones do not count")
+    return list(files)
 
 
-def fail(error: OSError) -> None:
-    raise error
-
-
-def find_bad_byte(path: Path) -> tuple[int, int]:
-    """Offset and value of the first byte that is not UTF-8."""
-    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+def read_lines(path: Path, errors: str, longest: int = -1) -> Iterator[str]:
+    """The lines of a text file, the longer ones in pieces. Raises ValueError if it is not UTF-8."""
     with open(path, "rb") as f:
-        while True:
-            block = f.read(2**20)
-            waiting = decoder.getstate()[0]  # the start of a character that the block completes
-            try:
-                decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                return offset - len(waiting) + error.start, (waiting + block)[error.start]
-            offset += len(block)
+        head = f.read(2**16)
+    if b"\0" in head:
+        raise ValueError(f"{path} is no text but binary, say an archive or a picture: leave it out")
+    if path.suffix.lower() == ".json":
+        raise ValueError(f"{path} is JSON as a whole: write one document per line to a .jsonl file")
+    # Python's universal newlines turn \r\n into \n; utf-8-sig takes a byte-order mark away.
+    with open(path, encoding="utf-8-sig", errors=errors) as f:
+        try:
+            yield from iter(lambda: f.readline(longest), "")
+        except UnicodeDecodeError as error:
+            at = f.buffer.tell() - len(error.object) + error.start
+            what = (
+                f"byte 0x{error.object[error.start]:02x} at offset {at}; convert the file to UTF-8"
+            )
+            if head.decode("utf-8", "replace").count("\ufffd") <= 10:
+                what += ", or --errors=replace writes a replacement character"
+            raise ValueError(f"{path} is not UTF-8: {what}") from None
 
 
-def cut_into_parts(f) -> Iterator[str]:
-    """The text of an open file, in parts of up to PART characters."""
+def read_rows(path: Path, errors: str) -> Iterator[tuple[int, str]]:
+    """(line or row, text) of a file of documents. Raises ValueError if one has no text."""
+    import pyarrow.parquet
+
+    i = 0
+    try:
+        rows = read_lines(path, errors)
+        if path.suffix.lower() == ".parquet":
+            tables = pyarrow.parquet.ParquetFile(path).iter_batches(1000, columns=["text"])
+            rows = (row for table in tables for row in table.to_pylist())
+        for i, row in enumerate(rows, start=1):
+            if isinstance(row, str):
+                row = json.loads(row) if row.strip() else {"text": ""}
+            yield i, row["text"].encode("utf-8", errors).decode()
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}, line {i} has no text field to read ({what}): fix it") from error
+
+
+def cut(lines: Iterable[str], longest: int) -> Iterator[str]:
+    """The text in parts of at most so many characters, cut at the best place of the second half."""
     text = ""
-    while block := f.read(2**20):
-        text += block
-        while len(text) > PART:
-            cut = PART
-            for end in ("\n\n", "\n"):
-                found = text.rfind(end, PART // 2, PART)
-                if found >= 0:
-                    cut = found + len(end)
-                    break
-            yield text[:cut]
-            text = text[cut:]
+    for line in lines:
+        text += line
+        while len(text) > longest:
+            ends = [
+                text.rfind(end, longest // 2, longest) + len(end) for end in ("\n\n", "\n", " ")
+            ]
+            at = next((end for end in ends if end > longest // 2), longest)
+            yield text[:at]
+            text = text[at:]
     yield text
 
 
-def read_jsonl(f, path: Path, errors: str) -> Iterator[str]:
-    for i, line in enumerate(f, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {i} is not JSON: {error}") from error
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise ValueError(f"{path}, line {i} has no text field with a string (it has: {has})")
-        # JSON can spell half a surrogate pair, which no UTF-8 text can hold.
-        try:
-            yield row["text"].encode("utf-8", errors).decode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError(
-                f"{path}, line {i} has half a surrogate pair: mend it, or --errors=replace"
-            ) from None
-
-
-def documents(files: list[Path], errors: str) -> Iterator[str]:
-    """Every document of the files; the empty ones are left out."""
-    for path in files:
-        try:
-            # Python's universal newlines turn \r\n into \n; utf-8-sig takes a byte-order mark away.
-            with open(path, encoding="utf-8-sig", errors=errors) as f:
-                texts = read_jsonl(f, path, errors) if path.suffix == ".jsonl" else cut_into_parts(f)
-                yield from (text for text in map(clean, texts) if text.strip())
-        except UnicodeDecodeError:
-            offset, value = find_bad_byte(path)
-            raise ValueError(
-                f"{path} is not UTF-8: byte 0x{value:02x} at offset {offset}; convert the file, or "
-                "--errors=replace writes a replacement character"
-            ) from None
+def documents(
+    files: list[Path], longest: int, errors: str, place: list | None
+) -> Iterator[tuple[list, None, str]]:
+    """(place, None, text) of every part of every document; a place is [file, line, part]."""
+    names = [str(path) for path in files]
+    for path in files[names.index(place[0]) if place else 0 :]:
+        if path.suffix.lower() in (".jsonl", ".ndjson", ".parquet"):
+            found = ((i, cut([text], longest)) for i, text in read_rows(path, errors))
+        else:
+            found = [(0, cut(read_lines(path, errors, 2**20), min(longest, LONGEST)))]
+        for line, parts in found:
+            for k, text in enumerate(parts):
+                here = [str(path), line, k]
+                if not place or here[0] != place[0] or here > place:
+                    yield here, None, text
 
 
 def main(argv: list[str]) -> None:
-    if {"--help", "-h"} & set(argv):
-        print(help_text(TextConfig, __doc__.strip()))
-        return
-    more, given = split_args(argv)
-    cfg = load_config(TextConfig, [], given)
-    inputs = [name for name in [cfg.input, *more] if name]
+    words, given = split_args(argv, TextConfig, __doc__)
+    cfg = load_config(TextConfig, given)
+    inputs = [name for name in [cfg.input, *words] if name]
     if not inputs:
         raise ValueError("name what to read: python -m data.text --input=PATH")
     files = list_files(inputs)
-    command = " ".join([command_of("data.text", cfg), *map(shlex.quote, more)])
-    prepare(cfg, lambda: documents(files, cfg.errors), ", ".join(inputs), command)
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    digest = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
+    size = sum(n_bytes for _, n_bytes, _ in stats)
+    prepare(
+        cfg,
+        lambda place: documents(files, max(size // 512, SHORTEST), cfg.errors, place),
+        f"{', '.join(inputs)}: {len(files)} files, {size} bytes, {digest}, errors={cfg.errors}",
+        command_of("data.text", cfg, words),
+        size,
+    )
 
 
 if __name__ == "__main__":

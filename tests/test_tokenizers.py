@@ -1,24 +1,26 @@
 """data/tokenizers.py: the merges equal a naive trainer's, and every text comes back."""
 
-import os
+import base64
 import random
 import re
+import resource
+import time
 import unicodedata
 from collections import Counter
 
 import numpy as np
 import pytest
 import tiktoken
-
 from conftest import assert_clean_error, run, texts
+
 from data.tokenizers import (
     PATTERN,
     bpe_spec,
     count_words,
+    encode,
     gpt2_spec,
     load_encoding,
-    merge,
-    token_lengths,
+    token_bytes,
     train_bpe,
 )
 
@@ -26,7 +28,7 @@ ODD = "naïve café, can't — 12345 it's\t  two  spaces\n\n\nend 😀 <|endofte
 
 
 def naive_bpe(words: Counter, n_tokens: int) -> list[bytes]:
-    """The definition: count all pairs anew, merge the most frequent one (ties: smallest ids), repeat."""
+    """Count all pairs anew, merge the most frequent one (among equals: smallest ids), repeat."""
     tokens = [bytes([i]) for i in range(256)]
     spelled = {word: list(word) for word in words}
     while len(tokens) < n_tokens:
@@ -62,15 +64,12 @@ def test_merges_equal_a_naive_trainers(seed):
     assert train_bpe(words, 420) == naive_bpe(words, 420)
 
 
-def test_merges_of_the_textbook_example():
-    # "aaabdaaabac": aa occurs four times, then ab twice or aaa... (Gage, 1994; here without overlaps)
+def test_merges_by_hand():
+    # aaabdaaabac: aa occurs four times, then ab twice or aaa... (Gage, 1994; without overlaps)
     tokens = train_bpe(Counter({b"aaabdaaabac": 1}), 259)
     assert tokens[256:] == [b"aa", b"ab", b"aaab"]
-
-
-def test_merging_takes_pairs_from_the_left():
-    assert merge([1, 1, 1], (1, 1), 9) == [9, 1]
-    assert merge([1, 1, 1, 1, 2], (1, 1), 9) == [9, 9, 2]
+    # pairs are taken from the left: (aa)(aa)a; of the two that follow (aa)a has the smaller ids
+    assert train_bpe(Counter({b"aaaaa": 1}), 999)[256:] == [b"aa", b"aaa", b"aaaaa"]
 
 
 def test_a_corpus_with_too_few_words_is_refused():
@@ -82,8 +81,13 @@ def test_a_corpus_with_too_few_words_is_refused():
 
 def random_unicode(seed: int, n: int = 400) -> str:
     draw = random.Random(seed)
-    pick = [lambda: chr(draw.randrange(128)), lambda: chr(draw.randrange(0x80, 0x3000)),
-            lambda: chr(draw.randrange(0x10000, 0x1FFFF)), lambda: draw.choice(" \n\t\r'ab19_-")]  # fmt: skip
+    pick = [
+        lambda: chr(draw.randrange(128)),
+        lambda: chr(draw.randrange(0x80, 0x3000)),
+        lambda: chr(draw.randrange(0x10000, 0x1FFFF)),
+        lambda: draw.choice(" \n\t\r'ab19_-"),
+        lambda: draw.choice(" \n^a1\u4e00") * draw.randrange(100),  # longer than a word can be
+    ]
     text = "".join(draw.choice(pick)() for _ in range(n))
     return "".join(c for c in text if unicodedata.category(c) != "Cs")
 
@@ -93,7 +97,8 @@ def test_python_and_tiktoken_split_a_text_alike(seed):
     text = random_unicode(seed) + ODD
     pieces = re.findall(PATTERN, text)
     assert "".join(pieces) == text, "the pattern leaves something out"
-    # A vocabulary that has every piece whole: tiktoken then gives exactly one id a piece.
+    assert max(map(len, pieces)) <= 33  # with the space before it
+    # A vocabulary that has every piece whole: tiktoken then gives exactly one id per piece.
     longer = sorted({p.encode() for p in pieces} - {bytes([i]) for i in range(256)})
     ranks = {bytes([i]): i for i in range(256)} | {p: 256 + i for i, p in enumerate(longer)}
     encoding = tiktoken.Encoding("whole", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
@@ -106,25 +111,51 @@ def test_every_text_comes_back_and_end_of_text_is_text():
     spec = bpe_spec(count_words(texts(200)), 300)
     encoding = load_encoding(spec)
     for text in [ODD, "", "\ufeff", *texts(5), *(random_unicode(seed) for seed in range(5))]:
-        ids = encoding.encode_ordinary(text)
+        ids = encode(encoding, text).tolist()
+        assert ids == encoding.encode_ordinary(text)
         assert encoding.decode(ids) == text and encoding.eot_token not in ids
     assert encoding.n_vocab == 300 and encoding.eot_token == 299
 
 
-def test_token_lengths_add_up_to_the_bytes_of_the_text():
+def test_token_bytes_add_up_to_the_bytes_of_the_text():
     spec = bpe_spec(count_words(texts(200)), 300)
     ids = load_encoding(spec).encode_ordinary(ODD) + [299]
-    assert token_lengths(spec)[np.array(ids)].sum() == len(ODD.encode())
+    assert token_bytes(spec)[np.array(ids)].sum() == len(ODD.encode())
 
 
-needs_gpt2 = pytest.mark.skipif(
-    "TIKTOKEN_CACHE_DIR" not in os.environ, reason="TIKTOKEN_CACHE_DIR is not set"
+def any_megabyte(kind: str) -> str:
+    """Scripts without spaces, and what else is one word to a pattern of words."""
+    draw = random.Random(0)
+    if kind == "chinese":
+        signs = [chr(0x4E00 + int(draw.paretovariate(0.5)) % 5000) for _ in range(333_000)]
+        return "\n".join("".join(signs[i : i + 500]) for i in range(0, len(signs), 500))
+    if kind == "base64":
+        return base64.b64encode(draw.randbytes(750_000)).decode()
+    return "".join(draw.choices({"DNA": "ACGT", "digits": "0123456789"}[kind], k=10**6))
+
+
+@pytest.mark.parametrize(
+    "kind, vocab_size", [("chinese", 2048), ("DNA", 2048), ("base64", 2048), ("digits", 1300)]
 )
+def test_words_without_spaces_are_trained_and_encoded_soon(kind, vocab_size):
+    text, t0 = any_megabyte(kind), time.process_time()
+    spec = bpe_spec(count_words([text]), vocab_size)
+    encoding = load_encoding(spec)
+    assert encoding.decode(encode(encoding, text)) == text
+    dt = time.process_time() - t0
+    gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    assert dt < 30 and gb < 1.0, (dt, gb)
 
 
-@needs_gpt2
+def gpt2_or_skip() -> dict:
+    try:
+        return gpt2_spec()
+    except ValueError as error:  # names TIKTOKEN_CACHE_DIR
+        pytest.skip(str(error))
+
+
 def test_gpt2_kept_to_its_first_ranks():
-    spec, gpt2 = gpt2_spec(), tiktoken.get_encoding("gpt2")
+    spec, gpt2 = gpt2_or_skip(), tiktoken.get_encoding("gpt2")
     encoding = load_encoding(spec)
     assert encoding.n_vocab == 49152 and encoding.eot_token == 49151
     for text in [ODD, "Hello world, the quick brown fox.", *(random_unicode(s) for s in range(5))]:
@@ -137,10 +168,28 @@ def test_gpt2_kept_to_its_first_ranks():
     assert len(encoding.encode_ordinary(cut.decode())) >= 2
 
 
+def test_long_runs_in_gpt2s_own_pattern():
+    encoding = load_encoding(gpt2_or_skip())
+    for run_of in (" ", "\n", "^", "a"):
+        text = f"start {run_of * 10**6} end"
+        assert encoding.decode(encode(encoding, text)) == text
+    rows = [" " * n + "word\n\n" for n in (1, 2, 999, 1000, 1001, 1002, 3000)]
+    whole = (
+        "".join(rows) + " " * 10**6 + "x"
+    )  # what is before the long run has the ids it always has
+    ids = encode(encoding, whole).tolist()
+    before = encoding.encode_ordinary("".join(rows[:3]))
+    assert ids[: len(before)] == before and encoding.decode(ids) == whole
+
+
 def test_gpt2_out_of_reach_is_a_clean_error(tmp_path):
     (tmp_path / "a.txt").write_text("One. " * 9000, encoding="utf-8")
-    result = run("-m", "data.text", f"--input={tmp_path / 'a.txt'}", f"--data_dir={tmp_path / 'd'}",
-                 "--tokenizer=gpt2-49152", TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"),
-                 HTTPS_PROXY="http://127.0.0.1:9")  # fmt: skip
+    args = [
+        f"--input={tmp_path / 'a.txt'}",
+        f"--data_dir={tmp_path / 'd'}",
+        "--tokenizer=gpt2-49152",
+    ]
+    env = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty"), "HTTPS_PROXY": "http://127.0.0.1:9"}
+    result = run("-m", "data.text", *args, **env)
     assert_clean_error(result, "GPT-2's vocabulary", "TIKTOKEN_CACHE_DIR")
     assert not (tmp_path / "d").exists()

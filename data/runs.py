@@ -1,0 +1,110 @@
+"""
+A run's folder: what train.py leaves there, and eval.py reads.
+
+    out/canonical_toy/ckpt_003000/model.pt        weights, settings, data: all that eval.py needs
+    out/canonical_toy/ckpt_003000/optimizer.pt    the rest of what training needs to go on
+    out/canonical_toy/metrics.jsonl               a row per step
+
+A checkpoint is written under another name, flushed to the disk and renamed, and only then do older
+ones go: a kill or a full disk at any moment leaves the last one as it was. The files hold tensors,
+numbers, strings, lists and dicts only, so that no code in them is ever run.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from config import try_json
+from config.machine import write_atomically
+
+CONTENT = {
+    "model.pt": {"model", "step", "config", "recipe", "data"},
+    "optimizer.pt": {"optimizer", "scaler", "metrics", "rng"},
+}
+
+
+def checkpoints(run_dir: str | Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    found = [path.parent for path in Path(run_dir).glob("ckpt_*/model.pt")]
+    return sorted(
+        (path for path in found if path.name[5:].isdigit()), key=lambda path: int(path.name[5:])
+    )
+
+
+def load_file(path: Path) -> dict:
+    """The content of one file of a checkpoint, on the CPU. Raises ValueError with the remedy."""
+    folder = path.parent
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: put it back, or delete {folder} to do without it")
+    try:
+        # Mapped: a tensor is read from the disk when it is copied to its place, and never twice.
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a cut or foreign file fails in many ways
+        raise ValueError(
+            f"{path} is damaged or no checkpoint ({type(error).__name__}): put back a copy, or "
+            f"delete {folder} to go on from the checkpoint before it or from the start"
+        ) from error
+    if not isinstance(saved, dict) or CONTENT[path.name] - set(saved):
+        raise ValueError(f"{path} is no checkpoint of this project: choose another folder")
+    return saved
+
+
+def load_checkpoint(run_dir: str | Path, training: bool = False) -> dict:
+    """
+    The newest checkpoint of a run, or the one that run_dir itself is: the content of model.pt and,
+    for training, of optimizer.pt beside it. Raises ValueError with the remedy.
+    """
+    found = [Path(run_dir)] if Path(run_dir, "model.pt").is_file() else checkpoints(run_dir)
+    if not found:
+        raise ValueError(f"{run_dir} holds no checkpoint: train a run first, or fix the path")
+    saved = load_file(found[-1] / "model.pt")
+    return saved | load_file(found[-1] / "optimizer.pt") if training else saved
+
+
+def write_checkpoint(run_dir: str | Path, saved: dict, keep: int) -> None:
+    """Write a checkpoint, then remove all but the newest `keep`. Raises OSError with nothing lost."""
+    folder = Path(run_dir) / f"ckpt_{saved['step']:06d}"
+    unfinished = folder.with_suffix(".tmp")
+    for leftover in Path(run_dir).glob("ckpt_*.tmp"):  # of a kill
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        unfinished.mkdir()
+        for name, keys in CONTENT.items():
+            with open(unfinished / name, "wb") as f:
+                torch.save({key: saved[key] for key in keys}, f)
+                f.flush()
+                os.fsync(f.fileno())
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one, or half of one
+        os.replace(unfinished, folder)
+    except (OSError, RuntimeError) as error:  # PyTorch reports a full disk as a RuntimeError
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise OSError(
+            f"cannot write {folder}, is the disk full? ({error}): make room, and the same command "
+            "continues from the checkpoint before it"
+        ) from error
+    for old in checkpoints(run_dir)[:-keep]:
+        os.replace(old, old.with_suffix(".tmp"))  # so that a kill leaves no half of it
+        shutil.rmtree(old.with_suffix(".tmp"), ignore_errors=True)
+
+
+def read_metrics(run_dir: str | Path) -> list[dict]:
+    """The rows of metrics.jsonl. A last line that a kill cut short is left out."""
+    path = Path(run_dir) / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [row for row in map(try_json, lines) if row]
+
+
+def start_metrics(run_dir: str | Path, step: int, settings: dict) -> None:
+    """Keep the rows up to a step, as a killed run may have gone past its last checkpoint."""
+    rows = [row for row in read_metrics(run_dir) if row["step"] <= step]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    write_atomically(Path(run_dir, "metrics.jsonl"), text)
+    write_atomically(Path(run_dir, "config.json"), json.dumps(settings, indent=2))
+
+
+def append_metrics(run_dir: str | Path, row: dict) -> None:
+    with open(Path(run_dir, "metrics.jsonl"), "a", encoding="utf-8") as f:
+        f.write(json.dumps(row) + "\n")
