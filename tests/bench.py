@@ -10,13 +10,14 @@ Without a name it runs all but --eval.
     loss     head and loss at V = 49,152: memory and speed against logits-then-cross-entropy
     sample   512 tokens with the key/value cache against without
     start    seconds of `import train` and of --help
-    corpus   tokens per second of data.fineweb_edu, from parquet files to shards, against tiktoken alone on
-             one core; and its memory for a small and a large corpus
-    eval     items a second on the files of BENCHMARK_DIR against lm-evaluation-harness on the export
+    corpus   tokens per second of data.text, from parquet files to shards, against tiktoken alone on one
+             core; and its memory for a small and a large corpus
+    eval     items per second on the files of BENCHMARK_DIR against lm-evaluation-harness on the export
 """
 
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,27 +33,38 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.nn.functional as F
 
-from model import GPT, GPTConfig, chunked_cross_entropy
+from model import GPT, GPTConfig, head_loss
 
 
-def best_times(functions: dict, repeats: int) -> dict[str, float]:
-    """The shortest of several times in seconds, the functions taking turns."""
+def times_in_turns(functions: dict, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each function, which take turns, so that a busy moment meets all of them."""
     times = {name: [] for name in functions}
-    for _ in range(repeats + 1):
+    for turn in range(repeats + 2):
         for name, function in functions.items():
             t0 = time.perf_counter()
             function()
-            times[name].append(time.perf_counter() - t0)
-    return {name: min(ts[1:]) for name, ts in times.items()}  # the first is a warm-up
+            if turn >= 2:  # the first two are a warm-up
+                times[name].append(time.perf_counter() - t0)
+    return times
+
+
+def ratio(slow: list[float], fast: list[float]) -> str:
+    """The median over the turns of slow / fast, with its range."""
+    ratios = sorted(a / b for a, b in zip(slow, fast))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 def bench_train() -> None:
     import transformers
 
     compiler = any(map(shutil.which, ("c++", "g++", "clang++", "cl")))
-    shapes = {"C=512": (512, 6, 8, 256, 8, 4096), "toy": (132, 4, 3, 128, 16, 2048)}
+    shapes = {"C=512": (512, 6, 8, 256, 8, 4096), "toy": (88, 6, 2, 128, 8, 2048)}
     for name, (C, L, H, T, B, V) in shapes.items():
-        model = GPT(GPTConfig(input_mode="learned", vocab_size=V, block_size=T, n_layer=L, n_head=H, n_embd=C))
+        model = GPT(
+            GPTConfig(
+                input_mode="learned", vocab_size=V, block_size=T, n_layer=L, n_head=H, n_embd=C
+            )
+        )
         llama = transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
                 vocab_size=V, hidden_size=C, intermediate_size=4 * C, num_hidden_layers=L,
@@ -74,18 +86,21 @@ def bench_train() -> None:
 
             optimizers = [m.parameters() for m in (model, llama)]
             optimizers = [torch.optim.AdamW(p, lr=1e-4, fused=True) for p in optimizers]
-            times = best_times(
+            times = times_in_turns(
                 {
-                    "ours": lambda: step(list(model.parameters()), lambda: ours(x, y), optimizers[0]),
+                    "ours": lambda: step(
+                        list(model.parameters()), lambda: ours(x, y), optimizers[0]
+                    ),
                     "llama": lambda: step(list(llama.parameters()), llama_loss, optimizers[1]),
                 },
-                repeats=6,
+                repeats=20,
             )
-            gflops = model.flops_per_token() * B * T / 1e9
+            gflop = model.flops_per_token() * B * T / 1e9
+            ours_s, llama_s = map(statistics.median, times.values())
             print(
                 f"train {name} {'compiled' if compiled else 'eager'}: ratio "
-                f"{times['llama'] / times['ours']:.2f} (ours {gflops / times['ours']:.0f} GFLOP/s, "
-                f"transformers {gflops / times['llama']:.0f})"
+                f"{ratio(times['llama'], times['ours'])} (ours {gflop / ours_s:.0f} GFLOP/s, "
+                f"transformers {gflop / llama_s:.0f})"
             )
 
 
@@ -137,7 +152,7 @@ def loss_ways() -> dict:
 
     return {
         "plain": lambda: run(lambda: F.cross_entropy(x @ weight.T, targets)),
-        "ours": lambda: run(lambda: chunked_cross_entropy(x, weight, targets, "mean")),
+        "ours": lambda: run(lambda: head_loss(x, weight, targets, "mean")),
     }
 
 
@@ -149,10 +164,10 @@ def bench_loss() -> None:
     # Each in a process of its own: memory that an earlier run freed would hide what a later one takes.
     with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         losses, peaks = zip(*pool.map(loss_and_peak, ["plain", "ours"], chunksize=1))
-    times = best_times(loss_ways(), repeats=3)
+    times = times_in_turns(loss_ways(), repeats=3)
     print(
         f"loss V={V} C={C} N={N}: memory {peaks[0]:.2f} GB plain, {peaks[1]:.2f} ours "
-        f"(1/{peaks[0] / peaks[1]:.0f}); speed ratio {times['plain'] / times['ours']:.2f}; relative "
+        f"(1/{peaks[0] / peaks[1]:.0f}); speed ratio {ratio(times['plain'], times['ours'])}; relative "
         f"difference of the loss {abs(losses[0] - losses[1]) / losses[0]:.1e}"
     )
 
@@ -164,8 +179,10 @@ def bench_sample() -> None:
         str(use): lambda use=use: model.generate(prompt, 512, temperature=0, use_cache=use)
         for use in (True, False)
     }
-    times = best_times(ways, repeats=1)
-    print(f"sample 512 tokens: with the cache {times['False'] / times['True']:.1f} times the rate without")
+    times = times_in_turns(ways, repeats=1)
+    print(
+        f"sample 512 tokens: the rate with the cache / without {ratio(times['False'], times['True'])}"
+    )
 
 
 def bench_start() -> None:
@@ -179,30 +196,28 @@ def bench_start() -> None:
 
 
 def write_corpus(folder: Path, copies: int) -> list[str]:
-    """The documents of the default corpus again and again, in parquet files of 1,000 rows a group."""
+    """The documents of the default corpus again and again, in parquet files."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from data.pydocs import documents
+    from data.pydocs import read_documents
 
-    texts = [text for text in documents() if len(text) < 30_000]  # as long as web pages are
+    texts = [text for text in read_documents() if len(text) < 30_000] * 10  # as long as web pages
     folder.mkdir()
     for i in range(copies):
-        table = pa.table({"text": texts * 10, "id": [f"{i} {k}" for k in range(len(texts) * 10)]})
-        pq.write_table(table, folder / f"{i:03}.parquet", row_group_size=1000)
-    return texts * 10 * copies
+        pq.write_table(pa.table({"text": texts}), folder / f"{i:03}.parquet", row_group_size=1000)
+    return texts * copies
 
 
-def prepare_corpus(source: str, n_bytes: int) -> None:
-    from data.fineweb_edu import FinewebConfig, prepare
+def prepare_corpus(source: str) -> None:
+    from data.text import main
 
     with tempfile.TemporaryDirectory() as out, open(os.devnull, "w") as null, redirect_stdout(null):
-        # More tokens than there are, so that all is read.
-        prepare(FinewebConfig(data_dir=f"{out}/d", source=source, tokens=n_bytes, val_fraction=0.01))
+        main([f"--input={source}", f"--data_dir={out}/d", "--tokenizer=gpt2-49152"])
 
 
 def corpus_peak(folder: str) -> float:
-    return peak_of(lambda: prepare_corpus(folder, 10**9))[1]
+    return peak_of(lambda: prepare_corpus(folder))[1]
 
 
 def bench_corpus() -> None:
@@ -213,7 +228,8 @@ def bench_corpus() -> None:
     encoding, cores = load_encoding(gpt2_spec()), os.cpu_count()
 
     def bare(texts: list[str], n: int) -> None:
-        """tiktoken alone in n threads: the most that can be had of this machine, as busy as it is."""
+        """tiktoken alone in n threads: the most that this machine can give, as busy as it is."""
+
         def encode(part: list[str]) -> None:
             for text in part:
                 encoding.encode_to_numpy(text, disallowed_special=())
@@ -225,21 +241,21 @@ def bench_corpus() -> None:
         texts = write_corpus(Path(folder) / "large", 4)
         write_corpus(Path(folder) / "small", 1)
         n_bytes = sum(len(text.encode()) for text in texts)
-        times = best_times(
+        times = times_in_turns(
             {
                 "tiktoken": lambda: [encoding.encode_ordinary(text) for text in texts],
                 "bare": lambda: bare(texts, cores),
-                "ours": lambda: prepare_corpus(f"{folder}/large", n_bytes),
+                "ours": lambda: prepare_corpus(f"{folder}/large"),
             },
             repeats=3,
         )
         with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             peaks = pool.map(corpus_peak, [f"{folder}/small", f"{folder}/large"], chunksize=1)
-    ours, bare_rate = (times["tiktoken"] / times[name] for name in ("ours", "bare"))
+    ours, bare_rate = (ratio(times["tiktoken"], times[name]) for name in ("ours", "bare"))
     print(
-        f"corpus {n_bytes / 1e6:.0f} MB, {cores} threads: {ours:.2f} times tiktoken's encode_ordinary on one core "
-        f"(the threads without reading and writing: {bare_rate:.2f}); memory {peaks[1]:.2f} GB, {peaks[0]:.2f} for "
-        "a quarter of it"
+        f"corpus {n_bytes / 1e6:.0f} MB, {cores} threads: {ours} times tiktoken's encode_ordinary on "
+        f"one core (the threads without reading and writing: {bare_rate}); memory {peaks[1]:.2f} GB, "
+        f"{peaks[0]:.2f} for a quarter of it"
     )
 
 
@@ -252,7 +268,10 @@ def bench_eval() -> None:
     from data.tokenizers import gpt2_spec, load_encoding
     from test_harness import REAL, harness_model, harness_scores, local_rows
 
-    spec, rt = gpt2_spec(), Runtime(Choice("cpu", "float32", scaler=False, compile=False, flash=True))
+    spec, rt = (
+        gpt2_spec(),
+        Runtime(Choice("cpu", "float32", scaler=False, compile=False, flash=True)),
+    )
     cfg = GPTConfig(vocab_size=49152, block_size=512, n_layer=5, n_head=5, n_embd=160)
     model, encoding = GPT(cfg), load_encoding(spec)
     print(f"eval: {model.n_params() / 1e6:.1f} M parameters, {len(REAL)} tasks of 200 items")
@@ -268,15 +287,24 @@ def bench_eval() -> None:
         rows = {name: local_rows(name) for name in REAL}
         models = {n: harness_model(f"{folder}/hf", cfg.block_size, n) for n in (1, 4, 16, 64)}
         ways = {
-            f"batch size {n}": lambda lm=lm: harness_scores(lm, rows, patch) for n, lm in models.items()
+            f"batch size {n}": lambda lm=lm: harness_scores(lm, rows, patch)
+            for n, lm in models.items()
         }
         times = best_times({"ours": ours} | ways, repeats=1)
     for name, t in times.items():
         if name != "ours":
-            print(f"eval: harness at {name}: ours does {t / times['ours']:.2f} times its items a second")
+            print(
+                f"eval: harness at {name}: ours does {t / times['ours']:.2f} times its items a second"
+            )
 
 
 if __name__ == "__main__":
-    names = [arg.lstrip("-") for arg in sys.argv[1:]] or ["train", "loss", "sample", "start", "corpus"]
+    names = [arg.lstrip("-") for arg in sys.argv[1:]] or [
+        "train",
+        "loss",
+        "sample",
+        "start",
+        "corpus",
+    ]
     for name in names:
         globals()[f"bench_{name}"]()

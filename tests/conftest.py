@@ -25,7 +25,9 @@ def texts(n: int = 60) -> list[str]:
     """Small documents with some order in them: counting, forwards and backwards, in words."""
     words = "zero one two three four five six seven eight nine".split()
     return [
-        f"Document {i}: " + " ".join(words[(i + k * (1 + i % 3)) % 10] for k in range(40 + i % 7)) + "."
+        f"Document {i}: "
+        + " ".join(words[(i + k * (1 + i % 3)) % 10] for k in range(40 + i % 7))
+        + "."
         for i in range(n)
     ]
 
@@ -34,10 +36,12 @@ def texts(n: int = 60) -> list[str]:
 def dataset(tmp_path_factory) -> Path:
     """A dataset of 512 tokens' vocabulary, written by our own pipeline."""
     folder = tmp_path_factory.mktemp("data") / "small"
-    documents = [f"{text} {chr(97 + i % 26)}{chr(97 + i // 26 % 26)} {i * 7919}" for i, text in
-                 enumerate(texts(400))]  # fmt: skip
+    documents = [
+        (i, None, f"{text} {chr(97 + i % 26)}{chr(97 + i // 26 % 26)} {i * 7919}")
+        for i, text in enumerate(texts(400))
+    ]
     cfg = PrepareConfig(data_dir=str(folder), vocab_size=512)
-    return prepare(cfg, lambda: documents, "a test", "python -m pytest tests")
+    return prepare(cfg, lambda place: documents, "a test", "python -m pytest tests", 10**6)
 
 
 @pytest.fixture
@@ -53,10 +57,14 @@ def tiny(dataset, tmp_path):
 
 @pytest.fixture
 def tiny_argv(dataset, tmp_path):
-    """The same as a command line, without the program: tiny_argv("a", "--seed=2")."""
+    """
+    The same as a command line, without the program: tiny_argv("a", "--seed=2"). Of a setting that
+    is named several times, the last counts.
+    """
 
     def make(out: str = "run", *args: str) -> list[str]:
-        return [TINY, f"--data_dir={dataset}", f"--out_dir={tmp_path / out}", *args]
+        args = [f"--data_dir={dataset}", f"--out_dir={tmp_path / out}", *args]
+        return [TINY, *{arg.partition("=")[0]: arg for arg in args}.values()]
 
     return make
 

@@ -48,20 +48,35 @@ def test_hellaswag_by_hand():
     assert [p[0] for p in got.pairs] == ["Baking: How to bake. Mix it. The dough"] * 4
     assert [p[1] for p in got.pairs] == ["  Knead it.", " a b  c", "  d", "  e"]
     assert got.gold == 3 and got.lengths == [len(p[1]) - 1 for p in got.pairs]
-    assert item("hellaswag", activity_label="a", ctx_a="b", ctx_b="", endings=["x"], label=0).gold == 0
+    assert (
+        item("hellaswag", activity_label="a", ctx_a="b", ctx_b="", endings=["x"], label=0).gold == 0
+    )
 
 
 def test_the_other_tasks_by_hand():
     got = item("piqa", goal="Open it ", sol1="pull", sol2="push ", label=1)
-    assert got == Item([("Question: Open it \nAnswer:", " pull"), ("Question: Open it \nAnswer:", " push ")], 1, [4, 5])
+    assert got == Item(
+        [("Question: Open it \nAnswer:", " pull"), ("Question: Open it \nAnswer:", " push ")],
+        1,
+        [4, 5],
+    )
     row = {"question": "Q?", "choices": {"text": ["a", "bb", "c"], "label": ["1", "2", "3"]}}
     for key in ("3", 3):
         got = item("arc_easy", **row, answerKey=key)
-        assert got == Item([("Question: Q?\nAnswer:", f" {c}") for c in ("a", "bb", "c")], 2, [1, 2, 1])
+        assert got == Item(
+            [("Question: Q?\nAnswer:", f" {c}") for c in ("a", "bb", "c")], 2, [1, 2, 1]
+        )
     row = {"question_stem": "The sun", "choices": {"text": ["is", "was"], "label": ["A", "B"]}}
-    assert item("openbookqa", **row, answerKey=" B") == Item([("The sun", " is"), ("The sun", " was")], 1, [2, 3])
-    got = item("winogrande", sentence="I saw _'s dog, _ ran. ", option1="Ann", option2="Bob", answer="2")
-    assert got.pairs == [("I saw Ann", " 's dog, _ ran."), ("I saw Bob", " 's dog, _ ran.")] and got.gold == 1
+    assert item("openbookqa", **row, answerKey=" B") == Item(
+        [("The sun", " is"), ("The sun", " was")], 1, [2, 3]
+    )
+    got = item(
+        "winogrande", sentence="I saw _'s dog, _ ran. ", option1="Ann", option2="Bob", answer="2"
+    )
+    assert (
+        got.pairs == [("I saw Ann", " 's dog, _ ran."), ("I saw Bob", " 's dog, _ ran.")]
+        and got.gold == 1
+    )
     assert item("lambada_openai", text="a  b\nc d").pairs == [("a  b\nc", " d")]
     assert item("lambada_standard", text="x of\n\nPower").pairs == [("x", " of\n\nPower")]
     assert item("lambada_openai", text="ends in a space ").pairs == [("ends in a space", " ")]
@@ -76,11 +91,18 @@ def test_tasks_are_found_by_name_group_and_near_miss():
 
 def test_text_becomes_ids_together_and_spaces_move_to_the_continuation(dataset):
     encoding = load_encoding(read_spec(dataset))
-    for context, continuation in [("Document 1:", " two three"), ("Document  ", "two"), ("a\u00a0\u2003", " b")]:
+    for context, continuation in [
+        ("Document 1:", " two three"),
+        ("Document  ", "two"),
+        ("a\u00a0\u2003", " b"),
+    ]:
         ids = pair_to_ids(encoding, context, continuation)
         assert ids[0] == encoding.encode_ordinary(context.rstrip())
         assert ids[0] + ids[1] == encoding.encode_ordinary(context + continuation)
-    assert pair_to_ids(encoding, "", "two") == ([encoding.eot_token], encoding.encode_ordinary("two"))
+    assert pair_to_ids(encoding, "", "two") == (
+        [encoding.eot_token],
+        encoding.encode_ordinary("two"),
+    )
     context, continuation = pair_to_ids(encoding, "text ends in ", " ")
     assert encoding.decode(continuation) == "  "
 
@@ -122,7 +144,9 @@ def test_packed_rows_score_as_each_request_alone(max_tokens):
         assert used >= 0.9 * padded, "more than a tenth is padding"
     scores = {i: (ll, flag) for batch in batches for i, ll, flag in score_batch(model, batch)}
     expected = [slow_score(model, *pair) for pair in pairs]
-    assert [scores[i][0] for i in range(len(pairs))] == pytest.approx([ll for ll, _ in expected], rel=1e-5, abs=1e-4)
+    assert [scores[i][0] for i in range(len(pairs))] == pytest.approx(
+        [ll for ll, _ in expected], rel=1e-5, abs=1e-4
+    )
     assert [scores[i][1] for i in range(len(pairs))] == [flag for _, flag in expected]
     assert {flag for _, flag in expected} == {True, False}
 
@@ -135,12 +159,16 @@ def test_a_context_of_white_space_alone_is_refused(dataset):
 
 def test_choices_that_share_a_context_share_a_row():
     rows, n_cut = make_rows([([1, 2, 3], [4, 5]), ([1, 2, 3], [6]), ([1, 2], [3, 6])], [0, 0, 0], 8)
-    assert rows == [Row([1, 2, 3], [[4, 5], [6]], [0, 1]), Row([1, 2], [[3, 6]], [2])] and n_cut == 0
+    assert (
+        rows == [Row([1, 2, 3], [[4, 5], [6]], [0, 1]), Row([1, 2], [[3, 6]], [2])] and n_cut == 0
+    )
     assert [len(row) for row in rows] == [4, 3]
     # a window of 3 inputs: the end is never cut, and the contexts are no longer the same
     rows, n_cut = make_rows([([1, 2, 3], [4, 5]), ([1, 2, 3], [6])], [0, 0], 3)
     assert [row.context for row in rows] == [[2, 3], [1, 2, 3]] and n_cut == 1
-    with pytest.raises(ValueError, match="item 0 .* continuation of 4 tokens, but a model of block_size=3"):
+    with pytest.raises(
+        ValueError, match="item 0 .* continuation of 4 tokens, but a model of block_size=3"
+    ):
         make_rows([([1], [1, 2, 3, 4])], [0], 3)
 
 
@@ -226,7 +254,10 @@ GOOD = {"goal": "g", "sol1": "one two", "sol2": "three", "label": 0}
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"goal": "g", "sol1": "a", "label": 0}, "piqa.jsonl, line 2 lacks sol2 .*needs the columns of baber/piqa"),
+        (
+            {"goal": "g", "sol1": "a", "label": 0},
+            "piqa.jsonl, line 2 lacks sol2 .*needs the columns of baber/piqa",
+        ),
         (GOOD | {"label": ""}, "piqa.jsonl, line 2 is no item of piqa .*label: {'label': ''}"),
         (GOOD | {"label": -1}, "line 2 is no item of piqa .*no choice -1"),
         (GOOD | {"label": 2}, "no choice 2"),
@@ -279,21 +310,29 @@ def test_a_missing_or_empty_file_is_named(tmp_path):
         read_items(TASKS["piqa"], str(tmp_path))
 
 
-needs_items = pytest.mark.skipif("BENCHMARK_DIR" not in os.environ, reason="BENCHMARK_DIR is not set")
+needs_items = pytest.mark.skipif(
+    "BENCHMARK_DIR" not in os.environ, reason="BENCHMARK_DIR is not set"
+)
 
 
 @needs_items
 @pytest.mark.parametrize("task", [name for name in TASKS if name != "lambada_standard"])
 def test_the_real_items_are_read_in_order(task):
     items = read_items(TASKS[task], os.environ["BENCHMARK_DIR"])
-    assert len(items) == 200 and items[:50] == read_items(TASKS[task], os.environ["BENCHMARK_DIR"], 50)
+    assert len(items) == 200 and items[:50] == read_items(
+        TASKS[task], os.environ["BENCHMARK_DIR"], 50
+    )
     chosen = TASKS[task].chance
     if chosen:  # about 1 / chance choices an item
         assert statistics.mean(len(i.pairs) for i in items) == pytest.approx(1 / chosen, abs=0.05)
     if task == "hellaswag":
-        assert any(p[1].startswith("  ") for i in items for p in i.pairs), "an ending lost its second space"
+        assert any(p[1].startswith("  ") for i in items for p in i.pairs), (
+            "an ending lost its second space"
+        )
     if task == "piqa":
-        assert any(p[1].endswith(" ") for i in items for p in i.pairs), "a solution lost its last space"
+        assert any(p[1].endswith(" ") for i in items for p in i.pairs), (
+            "a solution lost its last space"
+        )
 
 
 # -------------------------------------------------------------------------------
@@ -313,12 +352,24 @@ def questions(tmp_path_factory) -> Path:
     words = "zero one two three four five six seven eight nine".split()
     write(folder, "piqa", *({"goal": f"Count {words[i % 10]}", "sol1": " ".join(words[i % 7 :]),
                              "sol2": words[i % 3] * 2, "label": i % 2} for i in range(40)))  # fmt: skip
-    write(folder, "lambada_openai", *({"text": " ".join(words[k % 10] for k in range(i, i + 60))} for i in range(20)))
+    write(
+        folder,
+        "lambada_openai",
+        *({"text": " ".join(words[k % 10] for k in range(i, i + 60))} for i in range(20)),
+    )
     return folder
 
 
 def evaluate(run_dir: Path, questions: Path, out: Path, *args: str) -> subprocess.CompletedProcess:
-    return run("-W", "error", "eval.py", str(run_dir), f"--benchmark_dir={questions}", f"--out_dir={out}", *args)
+    return run(
+        "-W",
+        "error",
+        "eval.py",
+        str(run_dir),
+        f"--benchmark_dir={questions}",
+        f"--out_dir={out}",
+        *args,
+    )
 
 
 def test_tasks_print_a_table_and_add_to_eval_json(trained, questions, tmp_path):
@@ -327,10 +378,14 @@ def test_tasks_print_a_table_and_add_to_eval_json(trained, questions, tmp_path):
     assert result.returncode == 0, result.stderr
     stored = json.loads((trained / "eval.json").read_text())
     piqa, lambada = stored["tasks"]["piqa"], stored["tasks"]["lambada_openai"]
-    assert piqa["n"] == 40 and piqa["limited"] and lambada["n"] == 20  # the full sets have thousands
+    assert (
+        piqa["n"] == 40 and piqa["limited"] and lambada["n"] == 20
+    )  # the full sets have thousands
     assert lambada["requests_cut"] == 20 and "loss" in stored  # 60 words do not fit in 32 tokens
     head, _, row = [line for line in result.stdout.splitlines() if line.startswith("|")][:3]
-    assert "piqa acc (first 40 items)" in head and "lambada_openai perplexity (first 20 items)" in head
+    assert (
+        "piqa acc (first 40 items)" in head and "lambada_openai perplexity (first 20 items)" in head
+    )
     assert f"{100 * piqa['acc']:.2f} ± {100 * piqa['acc_stderr']:.2f}" in row
     assert "70.51" in result.stdout  # the paper's, beside
     assert (tmp_path / "tasks.png").stat().st_size > 10_000
@@ -347,15 +402,25 @@ def test_a_limit_is_told_and_one_item_works(trained, questions, tmp_path):
         assert ("±" in result.stdout.splitlines()[-4]) == (n > 1)  # one item has no error
         stored = json.loads((trained / "eval.json").read_text())["tasks"]["piqa"]
         assert stored["n"] == 40, "a part took the place of more"
-    assert_clean_error(evaluate(trained, questions, tmp_path, "--tasks=piqa", "--limit=0"), "limit must be at least 1")
+    assert_clean_error(
+        evaluate(trained, questions, tmp_path, "--tasks=piqa", "--limit=0"),
+        "limit must be at least 1",
+    )
 
 
 def test_mistakes_are_named_and_earlier_results_stay(trained, questions, tmp_path):
     evaluate(trained, questions, tmp_path, "--tasks=piqa")
     before = (trained / "eval.json").read_bytes()
-    assert_clean_error(evaluate(trained, questions, tmp_path, "--tasks=pica"), "did you mean 'piqa'")
-    assert_clean_error(evaluate(trained, questions, tmp_path, "--tasks=piqa,arc_easy"), "arc_easy.jsonl does not exist")
-    offline = run("eval.py", str(trained), "--tasks=winogrande", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert_clean_error(
+        evaluate(trained, questions, tmp_path, "--tasks=pica"), "did you mean 'piqa'"
+    )
+    assert_clean_error(
+        evaluate(trained, questions, tmp_path, "--tasks=piqa,arc_easy"),
+        "arc_easy.jsonl does not exist",
+    )
+    offline = run(
+        "eval.py", str(trained), "--tasks=winogrande", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)
+    )
     assert_clean_error(offline, "winogrande", "allenai/winogrande", "--benchmark_dir")
     assert before == (trained / "eval.json").read_bytes()
 
@@ -371,7 +436,12 @@ def test_things_that_do_not_go_together_are_named(trained, questions, tmp_path):
 
 def test_a_retrained_run_does_not_inherit_scores(dataset, questions, tmp_path):
     argv = [TINY, f"--data_dir={dataset}", f"--out_dir={tmp_path / 'run'}"]
-    args = [f"{tmp_path / 'run'}", "--tasks=piqa", f"--benchmark_dir={questions}", f"--out_dir={tmp_path}"]
+    args = [
+        f"{tmp_path / 'run'}",
+        "--tasks=piqa",
+        f"--benchmark_dir={questions}",
+        f"--out_dir={tmp_path}",
+    ]
     train(argv)
     eval_module.main([args[0]])
     eval_module.main(args)
@@ -393,7 +463,9 @@ def test_a_full_disk_keeps_eval_json(trained, questions, monkeypatch, tmp_path):
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError, match="cannot write .*eval.json .*what was there is kept"):
-        eval_module.main([str(trained), "--tasks=piqa", f"--benchmark_dir={questions}", f"--out_dir={tmp_path}"])
+        eval_module.main(
+            [str(trained), "--tasks=piqa", f"--benchmark_dir={questions}", f"--out_dir={tmp_path}"]
+        )
     assert before == (trained / "eval.json").read_bytes() and not list(trained.glob("*.tmp"))
 
 
@@ -412,7 +484,13 @@ def test_two_ranks_give_the_same_scores(trained, questions, tmp_path):
 def test_an_interrupted_evaluation_continues(trained, questions, monkeypatch, tmp_path):
     from data import benchmarks
 
-    args = [str(trained), "--tasks=piqa", f"--benchmark_dir={questions}", "--save_items=1", f"--out_dir={tmp_path}"]
+    args = [
+        str(trained),
+        "--tasks=piqa",
+        f"--benchmark_dir={questions}",
+        "--save_items=1",
+        f"--out_dir={tmp_path}",
+    ]
     real, calls = benchmarks.score_batch, []
 
     def score_batch(model, batch):
@@ -439,7 +517,10 @@ def test_an_interrupted_evaluation_continues(trained, questions, monkeypatch, tm
     stop_at = 0
     eval_module.main(args)
     assert 0 < len(calls) < 0.7 * n_batches, "it began anew"
-    pairs = zip(map(json.loads, whole.splitlines()), map(json.loads, (trained / "items_piqa.jsonl").read_text().splitlines()))
+    pairs = zip(
+        map(json.loads, whole.splitlines()),
+        map(json.loads, (trained / "items_piqa.jsonl").read_text().splitlines()),
+    )
     assert all(a["ll"] == pytest.approx(b["ll"], abs=1e-4) for a, b in pairs)
     assert not list(trained.glob("scores-*"))
 
@@ -456,7 +537,16 @@ def test_scoring_as_training_goes_changes_no_bit_of_it(dataset, questions, tmp_p
     assert scored == [5, 10, 15, 20] and "lambada_openai_perplexity" in rows[-1]
     with pytest.raises(ValueError, match="did you mean 'piqa'"):
         train([*argv, "--eval_tasks=pica", f"--out_dir={tmp_path}/c"])
-    write(tmp_path / "q", "piqa", GOOD | {"sol1": "many words " * 60})  # longer than the model's window
+    write(
+        tmp_path / "q", "piqa", GOOD | {"sol1": "many words " * 60}
+    )  # longer than the model's window
     with pytest.raises(ValueError, match="piqa: item 0 .* leave the task out"):
-        train([*argv, "--eval_tasks=piqa", f"--benchmark_dir={tmp_path / 'q'}", f"--out_dir={tmp_path}/c"])
+        train(
+            [
+                *argv,
+                "--eval_tasks=piqa",
+                f"--benchmark_dir={tmp_path / 'q'}",
+                f"--out_dir={tmp_path}/c",
+            ]
+        )
     assert not (tmp_path / "c").exists()

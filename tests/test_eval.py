@@ -57,7 +57,9 @@ def test_a_run_is_measured_as_training_measured_it(runs):
 
 
 def test_the_batch_size_changes_no_score(runs):
-    one, many = (evaluate_run(str(runs / "learned_1"), EvalConfig(batch_size=n), RT) for n in (1, 7))
+    one, many = (
+        evaluate_run(str(runs / "learned_1"), EvalConfig(batch_size=n), RT) for n in (1, 7)
+    )
     assert one["loss"] == pytest.approx(many["loss"], abs=1e-6)
     assert [r["n"] for r in one["by_frequency"]] == [r["n"] for r in many["by_frequency"]]
 
@@ -96,7 +98,11 @@ def test_the_bigram_model_equals_a_slow_loop():
     draw = np.random.default_rng(0)
     V, train_ids = 12, draw.integers(0, 9, 200)  # ids 9 to 11 never occur
     x, y = draw.integers(0, 12, 60), draw.integers(0, 12, 60)
-    pairs, firsts, single = Counter(zip(train_ids, train_ids[1:])), Counter(train_ids[:-1]), Counter(train_ids)
+    pairs, firsts, single = (
+        Counter(zip(train_ids, train_ids[1:])),
+        Counter(train_ids[:-1]),
+        Counter(train_ids),
+    )
     expected = []
     for a, b in zip(x, y):
         p_b = (single[b] + 1) / (200 + V)
@@ -141,7 +147,16 @@ def test_several_runs_give_one_table_and_one_figure(runs, tmp_path, capsys):
     mean, sd = sum(losses) / 2, abs(losses[0] - losses[1]) / math.sqrt(2)
     row = next(line for line in lines if line.startswith("| canonical"))
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    assert cells == ["canonical", "2", "60,084", "0", "5,120", f"{mean:.3f} ± {sd:.3f}", cells[6], cells[7]]
+    assert cells == [
+        "canonical",
+        "2",
+        "60,084",
+        "0",
+        "5,120",
+        f"{mean:.3f} ± {sd:.3f}",
+        cells[6],
+        cells[7],
+    ]
     assert "| bigram model" in lines[-1] and stored[0]["bigram"] == stored[3]["bigram"]
     assert (tmp_path / "compare.png").stat().st_size > 20_000
 
@@ -166,8 +181,20 @@ def test_a_run_counts_once_and_other_data_is_another_line(runs, tmp_path, capsys
     tiny = str(ROOT / "config" / "tiny.py")
     train([tiny, f"--data_dir={tmp_path}/d", f"--out_dir={tmp_path}/other", "--seed=2"])
     capsys.readouterr()
-    main([name, name, f"{runs}/../{runs.name}/canonical_1", f"{tmp_path}/other", f"--out_dir={tmp_path}"])
-    rows = [line.split("|")[1:3] for line in capsys.readouterr().out.splitlines() if "| canonical" in line]
+    main(
+        [
+            name,
+            name,
+            f"{runs}/../{runs.name}/canonical_1",
+            f"{tmp_path}/other",
+            f"--out_dir={tmp_path}",
+        ]
+    )
+    rows = [
+        line.split("|")[1:3]
+        for line in capsys.readouterr().out.splitlines()
+        if "| canonical" in line
+    ]
     assert [[cell.strip() for cell in row] for row in rows] == [["canonical", "1"]] * 2
 
 
@@ -209,11 +236,17 @@ def test_samples_are_repeatable_and_seeds_differ(runs):
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("Document 1:")
     greedy = {sample(model, encoding, "Document", 60, temperature=0, seed=seed) for seed in (1, 2)}
     assert len(greedy) == 1
-    assert sample(model, encoding, "Document", 0) == "Document" and sample(model, encoding, "", 0) == ""
+    assert (
+        sample(model, encoding, "Document", 0) == "Document"
+        and sample(model, encoding, "", 0) == ""
+    )
 
 
 def test_any_prompt_can_be_continued(runs):
-    model, encoding = build_model(load_checkpoint(runs / "canonical_1")), load_encoding(read_spec(runs / "canonical_1"))
+    model, encoding = (
+        build_model(load_checkpoint(runs / "canonical_1")),
+        load_encoding(read_spec(runs / "canonical_1")),
+    )
     for prompt in ("", "日本語 \U0001f600 never seen", "word " * 300, "<|endoftext|>"):
         assert sample(model, encoding, prompt, 20, top_k=100_000).startswith(prompt)
     for env in ({}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}):

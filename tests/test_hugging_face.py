@@ -34,7 +34,15 @@ def exports(dataset, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("exports")
     for arm in ARMS:
         setting = [] if arm == "learned" else ["--code_symbols=pm1", "--code_shift=1"]
-        train([TINY, f"--data_dir={dataset}", f"--out_dir={out}/{arm}", f"--input_mode={arm}", *setting])
+        train(
+            [
+                TINY,
+                f"--data_dir={dataset}",
+                f"--out_dir={out}/{arm}",
+                f"--input_mode={arm}",
+                *setting,
+            ]
+        )
         eval_module.main([f"{out}/{arm}", f"--export={out}/{arm}_hf"])
     return out
 
@@ -43,9 +51,13 @@ def exports(dataset, tmp_path_factory) -> Path:
 def test_logits_and_greedy_tokens_equal(exports, arm):
     ours, theirs = build_model(load_checkpoint(exports / arm)), open_export(exports / f"{arm}_hf")
     torch.testing.assert_close(theirs(IDS).logits, ours(IDS), atol=1e-5, rtol=1e-5)
-    assert sum(p.numel() for p in theirs.parameters()) == ours.n_params() + (0 if arm == "learned" else 512 * 36)
+    assert sum(p.numel() for p in theirs.parameters()) == ours.n_params() + (
+        0 if arm == "learned" else 512 * 36
+    )
     prompt = IDS[:1, :5]
-    theirs_ids = theirs.generate(prompt, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(prompt))
+    theirs_ids = theirs.generate(
+        prompt, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(prompt)
+    )
     ours_ids = ours.generate(prompt, 20, temperature=0, stop_id=511)
     assert theirs_ids.tolist() == ours_ids.tolist()
 
@@ -53,13 +65,23 @@ def test_logits_and_greedy_tokens_equal(exports, arm):
 def test_the_table_of_an_export_is_the_code(exports):
     ours, theirs = build_model(load_checkpoint(exports / "gf2")), open_export(exports / "gf2_hf")
     table = theirs.get_input_embeddings().weight
-    assert torch.equal(table, ours.wte(torch.arange(512))) and set(table.unique().tolist()) == {-1.0, 1.0}
+    assert torch.equal(table, ours.wte(torch.arange(512))) and set(table.unique().tolist()) == {
+        -1.0,
+        1.0,
+    }
 
 
 def odd_texts() -> list[str]:
     draw = random.Random(0)
-    runs = ["".join(draw.choice("=-#*a ") * draw.randrange(1, 40) for _ in range(6)) for _ in range(200)]
-    found = [*texts(20), ODD.replace("<|endoftext|>", ""), *runs, *(random_unicode(seed) for seed in range(100))]
+    runs = [
+        "".join(draw.choice("=-#*a ") * draw.randrange(1, 40) for _ in range(6)) for _ in range(200)
+    ]
+    found = [
+        *texts(20),
+        ODD.replace("<|endoftext|>", ""),
+        *runs,
+        *(random_unicode(seed) for seed in range(100)),
+    ]
     folder = os.environ.get("BENCHMARK_DIR")
     for path in sorted(Path(folder).glob("*.jsonl")) if folder else []:
         found += path.read_text(encoding="utf-8").splitlines()
@@ -131,7 +153,10 @@ def change(folder: Path, **changes) -> None:
     [
         (dict(attention_bias=True), "attention_bias=True there, False here"),
         (dict(mlp_bias=True), "mlp_bias=True"),
-        (dict(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), "rope_type=llama3 there"),
+        (
+            dict(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
+            "rope_type=llama3 there",
+        ),
         (dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling="),
         (dict(head_dim=36), "head_dim=36 there, 18 here"),
         (dict(num_key_value_heads=1), "num_key_value_heads=1 there, 2 here"),
@@ -155,8 +180,14 @@ def test_weights_that_do_not_fit_are_named(exports, tmp_path):
     from_llama(model, folder)  # another file beside the model is none of its weights
     gate = "model.layers.0.mlp.gate_proj.weight"
     for weights, message in [
-        (whole | {"model.layers.0.self_attn.q_proj.bias": torch.ones(36)}, "unknown weights, .*q_proj.bias"),
-        ({k: v for k, v in whole.items() if k != "lm_head.weight"}, "lacks weights, lm_head.weight"),
+        (
+            whole | {"model.layers.0.self_attn.q_proj.bias": torch.ones(36)},
+            "unknown weights, .*q_proj.bias",
+        ),
+        (
+            {k: v for k, v in whole.items() if k != "lm_head.weight"},
+            "lacks weights, lm_head.weight",
+        ),
         (whole | {gate: whole[gate].to(torch.int8)}, "gate_proj.weight .* no finite numbers"),
         (whole | {gate: whole[gate] * float("nan")}, "gate_proj.weight .* no finite numbers"),
         (whole | {gate: torch.ones(5, 36)}, "of another shape"),
@@ -186,11 +217,20 @@ def test_mistakes_are_named(exports, dataset, tmp_path):
     argv = ["train.py", TINY, f"--data_dir={dataset}", f"--out_dir={tmp_path / 'run'}"]
     source = f"--init_from={exports / 'learned_hf'}"
     assert_clean_error(run(*argv, source), "init_from needs input_mode=learned, got canonical")
-    assert_clean_error(run(*argv, source, "--input_mode=learned", "--n_layer=3"), "num_hidden_layers=2 there, 3 here")
-    assert_clean_error(run(*argv, "--init_from=no/such", "--input_mode=learned"), "no/such", "config.json is missing")
+    assert_clean_error(
+        run(*argv, source, "--input_mode=learned", "--n_layer=3"),
+        "num_hidden_layers=2 there, 3 here",
+    )
+    assert_clean_error(
+        run(*argv, "--init_from=no/such", "--input_mode=learned"),
+        "no/such",
+        "config.json is missing",
+    )
     assert not (tmp_path / "run").exists()
     folder = str(exports / "learned_hf")
-    assert_clean_error(run("eval.py", str(exports / "learned"), f"--export={folder}"), "is not empty")
+    assert_clean_error(
+        run("eval.py", str(exports / "learned"), f"--export={folder}"), "is not empty"
+    )
     both = [str(exports / arm) for arm in ("learned", "gf2")]
     assert_clean_error(run("eval.py", *both, f"--export={tmp_path / 'x'}"), "one run at a time")
 
@@ -209,9 +249,15 @@ def test_another_tokenizer_beside_the_checkpoint_is_refused(exports, tmp_path):
     shutil.copytree(exports / "gf2", run_dir)
     spec = read_spec(exports / "gf2") | {"name": "another"}
     (run_dir / "tiktoken.json").write_text(json.dumps(spec, indent=0))
-    for args in (["--prompt=x"], [f"--export={tmp_path / 'x'}"], ["--tasks=piqa", f"--benchmark_dir={tmp_path}"]):
+    for args in (
+        ["--prompt=x"],
+        [f"--export={tmp_path / 'x'}"],
+        ["--tasks=piqa", f"--benchmark_dir={tmp_path}"],
+    ):
         if args[0].startswith("--tasks"):
-            (tmp_path / "piqa.jsonl").write_text('{"goal": "g", "sol1": "a", "sol2": "b", "label": 0}\n')
+            (tmp_path / "piqa.jsonl").write_text(
+                '{"goal": "g", "sol1": "a", "sol2": "b", "label": 0}\n'
+            )
         with pytest.raises(ValueError, match="was trained with tokenizer bpe-512, .* is another"):
             eval_module.main([str(run_dir), *args])
 

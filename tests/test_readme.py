@@ -46,7 +46,9 @@ def test_every_command_names_files_and_settings_that_exist(command):
         assert all((ROOT / path).exists() for path in configs)
         load_config(SETTINGS[program], configs, given)
     else:
-        assert program in ("pytest", "codes.py", "tests/bench.py") and (program == "pytest" or (ROOT / program).exists())
+        assert program in ("pytest", "codes.py", "tests/bench.py") and (
+            program == "pytest" or (ROOT / program).exists()
+        )
 
 
 def test_the_drawing_shows_real_codes():
@@ -71,6 +73,16 @@ def test_it_is_short_and_complete():
 
 
 def test_nothing_else_lies_at_the_top_level():
-    allowed = {"README.md", "requirements.txt", "model.py", "codes.py", "train.py", "eval.py", "data", "config", "tests"}
+    allowed = {
+        "README.md",
+        "requirements.txt",
+        "model.py",
+        "codes.py",
+        "train.py",
+        "eval.py",
+        "data",
+        "config",
+        "tests",
+    }
     found = {path.name for path in Path(ROOT).iterdir() if not path.name.startswith((".", "__"))}
     assert found - {"out"} <= allowed, found - allowed

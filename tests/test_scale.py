@@ -25,7 +25,15 @@ from config.plan import block_activations, largest_batch, memory, parameters, pe
 from conftest import ARMS, ROOT, make_model, model_config, run
 from data.shards import Shards
 from model import GPT, GPTConfig
-from test_train import RT, TWO_RANKS, assert_same_run, processes_with, rows_of, two_ranks, wait_for_row  # noqa: F401
+from test_train import (
+    RT,
+    TWO_RANKS,
+    assert_same_run,
+    processes_with,
+    rows_of,
+    two_ranks,
+    wait_for_row,
+)  # noqa: F401
 from train import Batches, TrainConfig, get_batch, main
 
 # -------------------------------------------------------------------------------
@@ -36,7 +44,9 @@ def many_files(dataset: Path, folder: Path, sizes: list[int]) -> list[np.ndarray
     """A dataset of training files of the given sizes, and their tokens."""
     shutil.copytree(dataset, folder)
     meta = json.loads((folder / "meta.json").read_text())
-    files = [np.random.default_rng(i).integers(0, 512, n).astype("<u2") for i, n in enumerate(sizes)]
+    files = [
+        np.random.default_rng(i).integers(0, 512, n).astype("<u2") for i, n in enumerate(sizes)
+    ]
     entries = []
     for i, tokens in enumerate(files):
         tokens.tofile(folder / f"train_{i:05d}.bin")
@@ -50,7 +60,9 @@ def test_a_thousand_files_cost_no_more_than_one(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr("data.shards.SCAN_TOKENS", 0)  # as if they were large
     reads = []
     real = np.fromfile
-    monkeypatch.setattr(np, "fromfile", lambda *a, **k: (reads.append(k["count"]), real(*a, **k))[1])
+    monkeypatch.setattr(
+        np, "fromfile", lambda *a, **k: (reads.append(k["count"]), real(*a, **k))[1]
+    )
     files = many_files(dataset, tmp_path / "many", [70 + i % 60 for i in range(1000)])
     data = Shards(tmp_path / "many", "train", 512, 32)
     assert reads == []  # nothing is opened before it is needed
@@ -104,10 +116,14 @@ def test_a_slow_disk_is_read_while_the_step_is_at_work(tiny, monkeypatch):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_validation_token_counts_once_over_all_ranks(dataset, tmp_path, world_size):
-    many_files(dataset, tmp_path / "d", [101 * 32 + 5, 40])  # rows of 32: 101, one of 5, one, one of 8
+    many_files(
+        dataset, tmp_path / "d", [101 * 32 + 5, 40]
+    )  # rows of 32: 101, one of 5, one, one of 8
     data = Shards(tmp_path / "d", "train", 512, 32)
     shares = [list(data.every_token_once(4, 0, rank, world_size)) for rank in range(world_size)]
-    assert len({len(share) for share in shares}) == 1  # as many batches, or a rank would wait forever
+    assert (
+        len({len(share) for share in shares}) == 1
+    )  # as many batches, or a rank would wait forever
     once = np.concatenate([y[y >= 0] for batch in zip(*shares) for _, y in batch])
     ids = [np.fromfile(tmp_path / "d" / f"train_0000{i}.bin", dtype="<u2") for i in (0, 1)]
     assert np.array_equal(once, np.concatenate(ids))
@@ -117,15 +133,27 @@ def test_a_file_cut_while_in_use_is_named(dataset, tmp_path):
     shutil.copytree(dataset, tmp_path / "d")
     data = Shards(tmp_path / "d", "train", 512, 32)
     os.truncate(tmp_path / "d" / "train_00000.bin", 1000)
-    with pytest.raises(ValueError, match="train_00000.bin ends after 500 of [0-9]+ tokens: it was cut while in use; prepare"):
+    with pytest.raises(
+        ValueError,
+        match="train_00000.bin ends after 500 of [0-9]+ tokens: it was cut while in use; prepare",
+    ):
         data.windows(np.array([data.n_windows - 1, 15]))
 
 
 # -------------------------------------------------------------------------------
 # ranks
 
-def test_a_sharded_run_that_loses_a_rank_goes_on_to_the_same_weights(two_ranks, tiny_argv, tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+
+def test_a_sharded_run_that_loses_a_rank_goes_on_to_the_same_weights(
+    two_ranks, tiny_argv, tmp_path
+):
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "--max-restarts=3",
+    ]
     process = subprocess.Popen(
         [sys.executable, *launcher, "train.py", *tiny_argv("killed", *TWO_RANKS, "--shard_optimizer=True")],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -145,7 +173,10 @@ def test_restarts_on_several_machines_ask_for_a_store_each(monkeypatch):
     for key, value in {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True",
                        "LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}.items():  # fmt: skip
         monkeypatch.setenv(key, value)
-    with pytest.raises(ValueError, match="several machines --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    with pytest.raises(
+        ValueError,
+        match="several machines --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    ):
         join("gloo")
 
 
@@ -157,7 +188,10 @@ def agreement(first: dict, other: dict) -> None:
 
 def test_what_ranks_must_have_in_common():
     agreement({"seed": 1, "code": "a"}, {"seed": 1, "code": "a"})
-    with pytest.raises(ValueError, match=r"rank 1 differs from rank 0 in seed \(2, not 1\), code \(b, not a\): start"):
+    with pytest.raises(
+        ValueError,
+        match=r"rank 1 differs from rank 0 in seed \(2, not 1\), code \(b, not a\): start",
+    ):
         agreement({"seed": 1, "code": "a"}, {"seed": 2, "code": "b"})
 
 
@@ -176,7 +210,10 @@ run_cli(train.main, "train.py")
 """)
     result = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script))
     ours = [line for line in result.stderr.splitlines() if line.startswith("train.py: error")]
-    assert "rank 1 differs from rank 0 in learning_rate (0.0001, not 0.003), code (another, not" in ours[0]
+    assert (
+        "rank 1 differs from rank 0 in learning_rate (0.0001, not 0.003), code (another, not"
+        in ours[0]
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -185,7 +222,10 @@ def test_ranks_that_see_different_checkpoints_are_refused(tiny, tiny_argv, tmp_p
     cfg = tiny("run", max_iters=1)
     rt = Runtime(RT.choice, 0, 2)
     rt.gather = lambda items: [*items, items[0] | {key: None for key in items[0] if "share" in key}]
-    with pytest.raises(ValueError, match=r"the checkpoint in .*, which must be on a disk that .* share \(None, not 1\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"the checkpoint in .*, which must be on a disk that .* share \(None, not 1\)",
+    ):
         find_checkpoint(cfg, Shards(cfg.data_dir, "train", 512, 32), rt, set())
 
 
@@ -201,7 +241,9 @@ def test_the_newest_checkpoints_stay_and_each_can_be_gone_on_from(tiny_argv, tmp
     shutil.copytree(tmp_path / "run", tmp_path / "back")
     newest = tmp_path / "back" / "ckpt_000020"
     os.truncate(newest / "optimizer.pt", 1000)
-    with pytest.raises(ValueError, match="optimizer.pt is damaged .*: delete .*ckpt_000020 to go on"):
+    with pytest.raises(
+        ValueError, match="optimizer.pt is damaged .*: delete .*ckpt_000020 to go on"
+    ):
         main(tiny_argv("back", *args, "--max_iters=21", "--decay_iters=0"))
     (newest / "optimizer.pt").unlink()
     (tmp_path / "back" / "ckpt_000016" / "optimizer.pt").unlink()
@@ -216,8 +258,17 @@ def test_the_newest_checkpoints_stay_and_each_can_be_gone_on_from(tiny_argv, tmp
 
 def test_loading_takes_no_memory_before_a_tensor_is_copied(tmp_path):
     big = {"w": torch.ones(20_000_000)}  # 80 MB
-    parts = {"iter": 7, "config": {}, "data": {}, "scaler": {}, "row": {}, "rng": torch.get_rng_state()}
-    write_checkpoint(tmp_path, parts | {"model": big, "optimizer": {0: {"exp_avg": big["w"]}}}, keep=1)
+    parts = {
+        "iter": 7,
+        "config": {},
+        "data": {},
+        "scaler": {},
+        "row": {},
+        "rng": torch.get_rng_state(),
+    }
+    write_checkpoint(
+        tmp_path, parts | {"model": big, "optimizer": {0: {"exp_avg": big["w"]}}}, keep=1
+    )
     before = resident()
     saved = load_checkpoint(tmp_path, training=True)
     total = float(saved["model"]["w"].sum() + saved["optimizer"][0]["exp_avg"].sum())
@@ -231,10 +282,21 @@ from bench import peak_of
 import train
 print("PEAK", peak_of(lambda: train.main(sys.argv[1:]))[1])
 """
-    size = ["--n_embd=288", "--n_layer=3", "--eval_interval=0", "--decay_iters=0", "--eval_tokens=100"]
+    size = [
+        "--n_embd=288",
+        "--n_layer=3",
+        "--eval_interval=0",
+        "--decay_iters=0",
+        "--eval_tokens=100",
+    ]
     peaks = []
     for n in (1, 2):
-        result = run("-c", code, *tiny_argv("run", *size, f"--max_iters={n}"), MALLOC_MMAP_THRESHOLD_="131072")
+        result = run(
+            "-c",
+            code,
+            *tiny_argv("run", *size, f"--max_iters={n}"),
+            MALLOC_MMAP_THRESHOLD_="131072",
+        )
         assert result.returncode == 0, result.stderr[-2000:]
         peaks.append(float(re.search(r"PEAK (\S+)", result.stdout)[1]))
     assert peaks[1] < 1.05 * peaks[0] + 0.01, peaks
@@ -246,7 +308,13 @@ print("PEAK", peak_of(lambda: train.main(sys.argv[1:]))[1])
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler for torch.compile")
 def test_the_training_forward_is_one_graph_compiled_once(tiny_argv, tmp_path):
-    short = ["--n_layer=1", "--max_iters=4", "--eval_interval=2", "--compile=True", "--activation_checkpointing"]
+    short = [
+        "--n_layer=1",
+        "--max_iters=4",
+        "--eval_interval=2",
+        "--compile=True",
+        "--activation_checkpointing",
+    ]
     code = f"""
 import sys; sys.path[:0] = [{str(ROOT)!r}]
 from torch._dynamo.utils import counters
@@ -256,7 +324,9 @@ print("GRAPHS", counters["stats"]["unique_graphs"], len(counters["graph_break"])
 """
     result = run("-c", code, *tiny_argv("run", *short), TORCH_LOGS="recompiles,graph_breaks")
     assert result.returncode == 0 and "GRAPHS 1 0" in result.stdout, result.stderr[-2000:]
-    assert "a sample:" in result.stdout and not re.search("[Rr]ecompil|[Gg]raph break", result.stderr), result.stderr
+    assert "a sample:" in result.stdout and not re.search(
+        "[Rr]ecompil|[Gg]raph break", result.stderr
+    ), result.stderr
 
 
 def test_attention_is_flash_or_refused(monkeypatch):
@@ -269,7 +339,10 @@ def test_attention_is_flash_or_refused(monkeypatch):
         raise RuntimeError("No available kernel. Aborting execution.")
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", no_kernel)
-    with pytest.raises(ValueError, match="flash attention does not work on this cpu with heads of width 300 .*n_head"):
+    with pytest.raises(
+        ValueError,
+        match="flash attention does not work on this cpu with heads of width 300 .*n_head",
+    ):
         RT.check_attention(300)
 
 
@@ -306,7 +379,9 @@ def test_a_block_keeps_what_the_plan_says():
         compiled = torch.compile(model, fullgraph=True, dynamic=False)
         with RT.compute():
             compiled(ids, ids).backward()
-        head = 4 * B * T * 2 * C + 4 * 256 * C  # the last norm's input, the loss's gradients of x and of its weight
+        head = (
+            4 * B * T * 2 * C + 4 * 256 * C
+        )  # the last norm's input, the loss's gradients of x and of its weight
         expected = 2 * 4 * B * T * (block_activations(C, F_, compiled=True) + extra) + head
         assert kept_bytes(model, compiled, ids) == pytest.approx(expected, rel=0.01)
 
@@ -336,7 +411,12 @@ def test_the_plan_of_the_large_run_by_hand():
     C, F_, L, V, T = 2048, 8192, 24, 49152, 2048
     for arm, table in (("canonical", 0), ("gf2", 0), ("learned", V * C)):
         model, cfg = planned(f"{arm}_1p7b.py")
-        parts = {"attention": L * 4 * C * C, "MLP": L * 3 * C * F_, "norms": (2 * L + 1) * C, "output head": V * C}
+        parts = {
+            "attention": L * 4 * C * C,
+            "MLP": L * 3 * C * F_,
+            "norms": (2 * L + 1) * C,
+            "output head": V * C,
+        }
         assert parameters(model) == parts | ({"input": table} if table else {})
         N = sum(parts.values()) + table
         assert N == {0: 1_711_376_384}.get(table, 1_812_039_680)
@@ -345,7 +425,9 @@ def test_the_plan_of_the_large_run_by_hand():
         assert got["weights"] == got["gradients"] == 4 * N and got["AdamW's means"] == 8 * N
         assert got["16-bit weights"] == 2 * (N - table)
         assert got["activations"] == 2 * 8 * T * L * (10 * C + 3 * F_)
-        sharded = memory(model, replace(cfg, shard_optimizer=True), ranks=8, half=True, compiled=True)
+        sharded = memory(
+            model, replace(cfg, shard_optimizer=True), ranks=8, half=True, compiled=True
+        )
         assert N <= sharded["AdamW's means"] < 1.01 * N  # 8 N over 8 ranks, near enough
 
 
@@ -401,7 +483,10 @@ for recompute in (False, True):
     # Memory that is freed goes back at once, so that what is measured is what is in use.
     result = run("-c", code, MALLOC_MMAP_THRESHOLD_="131072")
     ratios = [float(ratio) for ratio in re.findall(r"RATIO (\S+)", result.stdout)]
-    assert len(ratios) == 2 and all(0.9 < ratio < 1.1 for ratio in ratios), (ratios, result.stderr[-1000:])
+    assert len(ratios) == 2 and all(0.9 < ratio < 1.1 for ratio in ratios), (
+        ratios,
+        result.stderr[-1000:],
+    )
 
 
 def test_the_plan_needs_no_data_and_no_memory(tmp_path):
@@ -423,7 +508,11 @@ print("PEAK", status_gb("VmHWM"))
 
 def test_the_plan_refuses_what_training_would_and_knows_its_limits(monkeypatch, capsys):
     large = [str(ROOT / "config" / "canonical_1p7b.py"), "--plan"]
-    for ranks, words in [("3", "8 x 2048 x 3 = 49152, got 2097152"), ("0", "at least 1, got 0"), ("x", "whole number")]:
+    for ranks, words in [
+        ("3", "8 x 2048 x 3 = 49152, got 2097152"),
+        ("0", "at least 1, got 0"),
+        ("x", "whole number"),
+    ]:
         monkeypatch.setenv("WORLD_SIZE", ranks)
         with pytest.raises(ValueError, match=words):
             main(large)
@@ -493,6 +582,9 @@ def test_a_rows_figures_belong_together(tiny_argv, tmp_path, monkeypatch):
 
 
 def test_shares_of_the_time_by_hand():
-    rows = [{"dt_ms": 40.0, "data_ms": 10.0, "save_ms": 20.0}, {"dt_ms": 30.0, "data_ms": 0.0, "eval_ms": 10.0}]
+    rows = [
+        {"dt_ms": 40.0, "data_ms": 10.0, "save_ms": 20.0},
+        {"dt_ms": 30.0, "data_ms": 0.0, "eval_ms": 10.0},
+    ]
     words = train_module.where_time_went(rows)
     assert words == "steps 60.0%, waiting for data 10.0%, evaluation 10.0%, checkpoints 20.0%"

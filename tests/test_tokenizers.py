@@ -24,7 +24,7 @@ from data.tokenizers import (
     train_bpe,
 )
 
-ODD = "naïve café, can't — 12345 it's\t  two  spaces\n\n\nend 😀 <|endoftext|> \x00\x1c\x85 日本語 _x__y "
+ODD = "naïve café, can't — 12345 it's\t  two  spaces\n\n\nend 😀 <|endoftext|> \x00\x1c\x85 日本 _x__y "
 
 
 def naive_bpe(words: Counter, n_tokens: int) -> list[bytes]:
