@@ -209,9 +209,9 @@ TASKS = {
 # What the paper reports (arXiv:2610.04002): its three tasks, and its canonical arm's scores.
 PAPER_TASKS = ("hellaswag", "piqa", "lambada_openai")
 PAPER = {
-    ("canonical", "hellaswag", "acc_norm"): 0.5240,
-    ("canonical", "piqa", "acc"): 0.7051,
-    ("canonical", "lambada_openai", "acc"): 0.4275,
+    ("hellaswag", "acc_norm"): 0.5240,
+    ("piqa", "acc"): 0.7051,
+    ("lambada_openai", "acc"): 0.4275,
 }
 
 
@@ -327,6 +327,32 @@ def pair_to_ids(encoding: object, context: str, continuation: str) -> tuple[list
     whole = encoding.encode_ordinary(context + continuation)
     n = len(encoding.encode_ordinary(kept))
     return whole[:n] or [encoding.eot_token], whole[n:]
+
+
+Request = tuple[list[int], list[int]]  # the token ids of a context and of its continuation
+
+
+def make_requests(
+    items: list[Item], name: str, encoding: object, block_size: int
+) -> tuple[list[Request], int]:
+    """
+    Every request of a task's items, and how many contexts were cut at their start to fit into
+    block_size inputs. Raises ValueError for a continuation that does not fit.
+    """
+    requests, n_cut = [], 0
+    for i, item in enumerate(items):
+        for pair in item.pairs:
+            context, continuation = pair_to_ids(encoding, *pair)
+            room = block_size + 1 - len(continuation)
+            if not 1 <= room <= block_size:
+                raise ValueError(
+                    f"item {i} (from 0) of {name} has a continuation of {len(continuation)} tokens, "
+                    f"not of 1 to block_size={block_size}: leave the task out, or train with a "
+                    "longer block_size"
+                )
+            n_cut += len(context) > room
+            requests.append((context[-room:], continuation))
+    return requests, n_cut
 
 
 # --- metrics -------------------------------------------------------------------

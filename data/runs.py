@@ -13,12 +13,14 @@ numbers, strings, lists and dicts only, so that no code in them is ever run.
 import json
 import os
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from config import try_json
 from config.machine import write_atomically
+from data import tokenizers
 
 CONTENT = {
     "model.pt": {"model", "step", "config", "recipe", "data"},
@@ -108,3 +110,59 @@ def start_metrics(run_dir: str | Path, step: int, settings: dict) -> None:
 def append_metrics(run_dir: str | Path, row: dict) -> None:
     with open(Path(run_dir, "metrics.jsonl"), "a", encoding="utf-8") as f:
         f.write(json.dumps(row) + "\n")
+
+
+def input_name(config: dict) -> str:
+    """The input of a run, with the code settings that are not the paper's."""
+    name = config["input_mode"]
+    if name != "learned":
+        paper = {"bits": 0, "symbols": "01", "scale": 1.0, "shift": False, "recodings": 1}
+        for key, value in paper.items():
+            own = config.get(f"code_{key}", value)
+            name += f" {key}={own}" if own != value else ""
+    return name
+
+
+def describe(run: str, saved: dict) -> dict:
+    """Which run a result is of. Runs of one group differ in their seed alone."""
+    recipe = {key: value for key, value in saved["recipe"].items() if key != "seed"}
+    return {
+        "run": run,
+        "input": input_name(saved["config"]),
+        "seed": saved["config"]["seed"],
+        "step": saved["step"],
+        "group": json.dumps([recipe, saved["step"], saved["data"]], sort_keys=True),
+        "settings": saved["config"],
+        "versions": {name: version(name) for name in ("torch", "numpy", "tiktoken")},
+    }
+
+
+def read_tokenizer(run_dir: str, saved: dict) -> dict:
+    """The spec of the tokenizer that a run was trained with, which lies in its folder."""
+    folder = Path(run_dir).parent if Path(run_dir, "model.pt").exists() else Path(run_dir)
+    spec = tokenizers.read_spec(folder)
+    if tokenizers.digest(spec) != saved["data"]["tokenizer_sha256"]:
+        raise ValueError(
+            f"{folder} was trained with tokenizer {saved['data']['tokenizer']}, but holds another, "
+            f"{spec['name']}: copy the right one from the dataset"
+        )
+    return spec
+
+
+def read_results(run_dir: str, saved: dict) -> dict:
+    """What eval.json says of a checkpoint; nothing if it is of another one."""
+    path = Path(run_dir, "eval.json")
+    old = (try_json(path.read_text(encoding="utf-8")) if path.exists() else None) or {}
+    same = old.get("settings") == saved["config"] and old.get("step") == saved["step"]
+    return old if same else {}
+
+
+def write_results(run_dir: str, saved: dict, result: dict) -> None:
+    """Add a result to eval.json; only a warning where the run cannot be written to."""
+    old = read_results(run_dir, saved)
+    tasks = old.get("tasks", {}) | result.get("tasks", {})
+    try:
+        content = json.dumps(old | result | {"tasks": tasks}, indent=2)
+        write_atomically(Path(run_dir, "eval.json"), content)
+    except OSError as error:
+        print(f"warning: {error}")
