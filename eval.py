@@ -419,8 +419,8 @@ def export_run(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> None:
     model = build_model(saved)
     with torch.no_grad():
         table = {"wte.weight": model.wte(torch.arange(model.cfg.vocab_size))}  # (V, C)
-    spec, scores = runs.read_tokenizer(run, saved), runs.read_results(run, saved)
-    card = model_card(runs.input_name(saved["config"]), saved, scores)
+    spec = runs.read_tokenizer(run, saved)
+    card = model_card(runs.input_name(saved["config"]), saved)
     export(model.state_dict() | table, saved["config"], spec, card, cfg.export)
     print(f"exported: {cfg.export}, for transformers' AutoModelForCausalLM and AutoTokenizer")
 
@@ -455,7 +455,7 @@ def main(argv: list[str]) -> None:
         if len(results) > 1 and not tasks:
             draw(Path(cfg.out_dir, "compare.png"), 2, plot_comparison, results)
         for result in results:
-            runs.write_results(result["run"], saved[result["run"]], result)
+            runs.write_results(result["run"], result)
     close_processes(rt)
 
 

@@ -176,23 +176,17 @@ class Runtime:
 
 
 def init_processes(backend: str) -> None:
-    """Meet the processes that torchrun started."""
-    # For --max-restarts it keeps one store of addresses, where a restarted process would find those
-    # of processes that are gone, so each attempt gets a part of its own. Attempts are counted per
-    # machine; with several machines, torchrun can be told to make a new store for each attempt.
-    env = os.environ
-    restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    shared = restarts and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if shared and env["LOCAL_WORLD_SIZE"] != env["WORLD_SIZE"]:
+    """
+    Meet the processes that torchrun started. With --max-restarts it keeps one store of addresses
+    for all attempts, where a restarted process finds those of processes that are gone and waits.
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
-            "on several machines --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
-            "environment of every torchrun, or restarted processes wait for those that are gone"
+            "--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
         )
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    if shared:
-        store = dist.PrefixStore(f"attempt {env['TORCHELASTIC_RESTART_COUNT']}", store)
-    timeout = timedelta(minutes=30)  # the others wait while rank 0 writes a checkpoint
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # The others wait while rank 0 writes a checkpoint.
+    dist.init_process_group(backend, timeout=timedelta(minutes=30))
 
 
 def setup_runtime(device: str, dtype: str = "float32", compile: str = "False") -> Runtime:

@@ -1,11 +1,11 @@
 """
 Benchmarks: items of HellaSwag, PIQA, LAMBADA and their kin -> what a model is asked.
 
-Zero-shot and word for word as lm-evaluation-harness 0.4.13 asks, so that the numbers can stand beside
-published ones. Every item becomes pairs of a context and a continuation, whose log-probabilities
-eval.py compares:
+Zero-shot and word for word as lm-evaluation-harness 0.4.13 asks, so that the numbers can stand
+beside published ones. Every item becomes pairs of a context and a continuation, whose
+log-probabilities eval.py compares:
 
-    hellaswag      "Pole vault: ... a few women"  + " " + each of four endings, cleaned of WikiHow's marks
+    hellaswag      "Pole vault: ... a few women"  + " " + each of four endings, cleaned of marks
     piqa           "Question: GOAL\\nAnswer:"      + " " + each of two solutions
     arc_*          "Question: QUESTION\\nAnswer:"  + " " + each of three to five choices
     openbookqa     QUESTION                       + " " + each of four choices
@@ -39,6 +39,8 @@ class Item:
 
 
 def multiple_choice(context: str, choices: list[str], gold: int) -> Item:
+    if not isinstance(choices, list):
+        raise TypeError("the choices are no list")
     return Item([(context, " " + c) for c in choices], gold, [len(c) for c in choices])
 
 
@@ -57,7 +59,7 @@ def piqa(row: dict) -> Item:
 
 
 def keyed(row: dict) -> int:
-    """The position of the answer's key among the keys, which are A-E in most items and 1-4 in others."""
+    """The position of the answer's key among the keys, A-E in most items and 1-4 in others."""
     return [str(key) for key in row["choices"]["label"]].index(str(row["answerKey"]).lstrip())
 
 
@@ -91,120 +93,35 @@ def lambada(row: dict) -> Item:
 @dataclass
 class Task:
     name: str
+    to_item: Callable[[dict], Item]
+    size: int  # items of the split
+    metrics: tuple[str, ...]  # the one that is usually reported first
+    split: str
     hub_id: str
     hub_config: str | None
     revision: str
-    split: str
-    to_item: Callable[[dict], Item]
-    columns: tuple[str, ...]
-    size: int  # items of the split
-    metrics: tuple[str, ...]  # the one that is usually reported first
-    chance: float  # accuracy of guessing
 
 
-ARC = ("question", "choices", "answerKey")
 ARC_REVISION = "210d026faf9955653af8916fad021475a3f00453"
-TASKS = {
-    task.name: task
-    for task in (
-        Task(
-            "hellaswag",
-            "Rowan/hellaswag",
-            None,
-            "218ec52e09a7e7462a5400043bb9a69a41d06b76",
-            "validation",
-            hellaswag,
-            ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
-            10042,
-            ("acc_norm", "acc"),
-            0.25,
-        ),
-        Task(
-            "piqa",
-            "baber/piqa",
-            None,
-            "142f6d7367fd9877f0fb3b5734ea6a545f54cdd1",
-            "validation",
-            piqa,
-            ("goal", "sol1", "sol2", "label"),
-            1838,
-            ("acc", "acc_norm"),
-            0.5,
-        ),
-        Task(
-            "lambada_openai",
-            "EleutherAI/lambada_openai",
-            "default",
-            "900124bf3b8235c6daf21033af9948b3f07346c4",
-            "test",
-            lambada,
-            ("text",),
-            5153,
-            ("acc", "perplexity"),
-            0.0,
-        ),
-        Task(
-            "lambada_standard",
-            "cimec/lambada",
-            None,
-            "main",
-            "test",
-            lambada,
-            ("text",),
-            5153,
-            ("acc", "perplexity"),
-            0.0,
-        ),
-        Task(
-            "arc_easy",
-            "allenai/ai2_arc",
-            "ARC-Easy",
-            ARC_REVISION,
-            "test",
-            arc,
-            ARC,
-            2376,
-            ("acc", "acc_norm"),
-            0.25,
-        ),
-        Task(
-            "arc_challenge",
-            "allenai/ai2_arc",
-            "ARC-Challenge",
-            ARC_REVISION,
-            "test",
-            arc,
-            ARC,
-            1172,
-            ("acc_norm", "acc"),
-            0.25,
-        ),
-        Task(
-            "openbookqa",
-            "allenai/openbookqa",
-            "main",
-            "388097ea7776314e93a529163e0fea805b8a6454",
-            "test",
-            openbookqa,
-            ("question_stem", "choices", "answerKey"),
-            500,
-            ("acc_norm", "acc"),
-            0.25,
-        ),
-        Task(
-            "winogrande",
-            "allenai/winogrande",
-            "winogrande_xl",
-            "01e74176c63542e6b0bcb004dcdea22d94fb67b5",
-            "validation",
-            winogrande,
-            ("sentence", "option1", "option2", "answer"),
-            1267,
-            ("acc",),
-            0.5,
-        ),
-    )
-}
+TASKS = [
+    Task("hellaswag", hellaswag, 10042, ("acc_norm", "acc"), "validation",
+         "Rowan/hellaswag", None, "218ec52e09a7e7462a5400043bb9a69a41d06b76"),
+    Task("piqa", piqa, 1838, ("acc", "acc_norm"), "validation",
+         "baber/piqa", None, "142f6d7367fd9877f0fb3b5734ea6a545f54cdd1"),
+    Task("lambada_openai", lambada, 5153, ("acc", "perplexity"), "test",
+         "EleutherAI/lambada_openai", "default", "900124bf3b8235c6daf21033af9948b3f07346c4"),
+    Task("lambada_standard", lambada, 5153, ("acc", "perplexity"), "test",
+         "cimec/lambada", None, "main"),
+    Task("arc_easy", arc, 2376, ("acc", "acc_norm"), "test",
+         "allenai/ai2_arc", "ARC-Easy", ARC_REVISION),
+    Task("arc_challenge", arc, 1172, ("acc_norm", "acc"), "test",
+         "allenai/ai2_arc", "ARC-Challenge", ARC_REVISION),
+    Task("openbookqa", openbookqa, 500, ("acc_norm", "acc"), "test",
+         "allenai/openbookqa", "main", "388097ea7776314e93a529163e0fea805b8a6454"),
+    Task("winogrande", winogrande, 1267, ("acc",), "validation",
+         "allenai/winogrande", "winogrande_xl", "01e74176c63542e6b0bcb004dcdea22d94fb67b5"),
+]  # fmt: skip
+TASKS = {task.name: task for task in TASKS}
 
 # What the paper reports (arXiv:2610.04002): its three tasks, and its canonical arm's scores.
 PAPER_TASKS = ("hellaswag", "piqa", "lambada_openai")
@@ -217,87 +134,36 @@ PAPER = {
 
 def find_tasks(names: str) -> list[Task]:
     """ "piqa,hellaswag" -> their Tasks; "paper" is the paper's three, "all" all. Each once."""
+    groups = {name: [name] for name in TASKS} | {"paper": PAPER_TASKS, "all": TASKS}
     found = {}
-    for name in names.split(","):
-        for one in {"paper": PAPER_TASKS, "all": tuple(TASKS)}.get(name.strip(), (name.strip(),)):
-            if one not in TASKS:
-                near = difflib.get_close_matches(one, [*TASKS, "paper", "all"], n=1)
-                hint = f"did you mean {near[0]!r}?" if near else ""
-                raise ValueError(
-                    f"unknown task {one!r}, {hint or 'known are: ' + ', '.join(TASKS)}"
-                )
-            found[one] = TASKS[one]
+    for name in names.replace(" ", "").split(","):
+        if name not in groups:
+            near = difflib.get_close_matches(name, groups, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(groups)}"
+            raise ValueError(f"unknown task {name!r}, {hint}")
+        found |= {one: TASKS[one] for one in groups[name]}
     return list(found.values())
 
 
 # --- reading ------------------------------------------------------------------
 
 
-def read_items(task: Task, benchmark_dir: str = "", limit: int = 0) -> list[Item]:
-    """The items of a task in file order, the first `limit` of them (0 = all). Errors name the row."""
-    items = []
-    for place, row in rows_of_file(task, benchmark_dir) if benchmark_dir else rows_of_hub(task):
-        missing = [column for column in task.columns if column not in row]
-        if missing:
-            raise ValueError(
-                f"{place} lacks {', '.join(missing)} (it has: {', '.join(row)}): {task.name} needs the "
-                f"columns of {task.hub_id}"
-            )
-        try:
-            check_columns(task, row)
-            item = task.to_item(row)
-            if not 0 <= item.gold < len(item.pairs):
-                raise ValueError(f"there is no choice {item.gold}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            label = {key: row.get(key) for key in ("label", "answerKey", "answer") if key in row}
-            raise ValueError(
-                f"{place} is no item of {task.name} ({error}; label: {label})"
-            ) from error
-        items.append(item)
-        if len(items) == limit:
-            break
-    if not items:
-        raise ValueError(f"{task.name} has no items in {benchmark_dir or task.hub_id}")
-    return items
-
-
-def check_columns(task: Task, row: dict) -> None:
-    """Raise ValueError if a column holds something of another kind than the hub's."""
-    for column in task.columns:
-        value = row[column]
-        if column in ("label", "answer", "answerKey"):  # "3" on the hub, 3 in some original files
-            texts = [str(value)] if isinstance(value, (str, int)) else []
-        elif column == "choices":
-            texts = value["text"] if len(value["text"]) == len(value["label"]) else []
-        else:
-            texts = value if column == "endings" else [value]
-        if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
-            raise ValueError(f"{column} is {value!r}")
-
-
 def rows_of_file(task: Task, benchmark_dir: str) -> Iterator[tuple[str, dict]]:
-    path = Path(benchmark_dir) / f"{task.name}.jsonl"
+    """(place, row) of every line of TASK.jsonl."""
+    path = Path(benchmark_dir, f"{task.name}.jsonl")
     if not path.is_file():
-        raise ValueError(
-            f"{path} does not exist: put {task.name} there, with the columns of {task.hub_id}"
-        )
+        raise ValueError(f"{path} does not exist: put {task.name} there as {task.hub_id} has it")
     with open(path, "rb") as f:
         for i, line in enumerate(f, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except (
-                ValueError,
-                RecursionError,
-            ) as error:  # a UnicodeDecodeError is a ValueError too
-                raise ValueError(f"{path}, line {i} is not JSON in UTF-8: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {i} is no JSON object")
-            yield f"{path}, line {i}", row
+            if line.strip():
+                try:
+                    yield f"{path}, line {i}", json.loads(line.decode("utf-8-sig"))
+                except (ValueError, RecursionError) as error:  # or not UTF-8
+                    raise ValueError(f"{path}, line {i} is not JSON in UTF-8: {error}") from error
 
 
 def rows_of_hub(task: Task) -> Iterator[tuple[str, dict]]:
+    """(place, row) of every row on the Hugging Face hub, at a revision, without code of its own."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -307,11 +173,32 @@ def rows_of_hub(task: Task) -> Iterator[tuple[str, dict]]:
         )
     except Exception as error:  # whatever the network, the hub or a cache raises
         raise ValueError(
-            f"cannot read {task.name} from the hub's {task.hub_id} ({type(error).__name__}): connect to "
-            f"the network, or put {task.name}.jsonl into a folder and name it with --benchmark_dir"
+            f"cannot read {task.name} from the hub's {task.hub_id} ({type(error).__name__}): use "
+            f"the network, or put {task.name}.jsonl into a folder and name it by --benchmark_dir"
         ) from error
     for i, row in enumerate(rows):
         yield f"{task.hub_id}, row {i}", row
+
+
+def read_items(task: Task, benchmark_dir: str = "", limit: int = 0) -> list[Item]:
+    """The items of a task in order, the first `limit` of them (0 = all). Errors name the row."""
+    items = []
+    for place, row in rows_of_file(task, benchmark_dir) if benchmark_dir else rows_of_hub(task):
+        try:
+            item = task.to_item(row)
+            if not 0 <= item.gold < len(item.pairs):
+                raise ValueError(f"there is no choice {item.gold}")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{place} is no item of {task.name} as {task.hub_id} has them "
+                f"({type(error).__name__}: {error}): {str(row)[:200]}"
+            ) from error
+        items.append(item)
+        if len(items) == limit:
+            break
+    if not items:
+        raise ValueError(f"{task.name} has no items in {benchmark_dir or task.hub_id}")
+    return items
 
 
 # --- from text to rows of token ids -------------------------------------------
@@ -346,8 +233,8 @@ def make_requests(
             room = block_size + 1 - len(continuation)
             if not 1 <= room <= block_size:
                 raise ValueError(
-                    f"item {i} (from 0) of {name} has a continuation of {len(continuation)} tokens, "
-                    f"not of 1 to block_size={block_size}: leave the task out, or train with a "
+                    f"item {i} (from 0) of {name} has a continuation of {len(continuation)} tokens,"
+                    f" not of 1 to block_size={block_size}: leave the task out, or train with a "
                     "longer block_size"
                 )
             n_cut += len(context) > room
@@ -374,9 +261,9 @@ def task_metrics(
     The task's metrics with their standard errors, from the log-probability of every continuation of
     every item and whether all its tokens are the likeliest.
 
-    As lm-evaluation-harness has them, except the error of a perplexity: that is the perplexity times
-    the standard error of the mean log-probability (the delta method), which the harness draws by
-    bootstrap. All sums are in float64.
+    As lm-evaluation-harness has them, except the error of a perplexity: that is the perplexity
+    times the standard error of the mean log-probability (the delta method), where the harness
+    draws a bootstrap. All sums are in float64.
     """
     n, out = len(items), {"n": len(items)}
     for metric in task.metrics:

@@ -16,9 +16,9 @@ def bigram_losses(train: np.ndarray, x: np.ndarray, y: np.ndarray, vocab_size: i
         p(y | x) = max(n(x, y) - d, 0) / n(x)  +  d r(x) / n(x) p(y),    d = 0.75
         p(y)     = (n(y) + 1) / (n + V)
 
-    Absolute discounting (Ney, Essen and Kneser, 1994): every seen pair gives up d of a count, and what
-    the r(x) different followers of x give up is shared out by frequency. An x that was never seen
-    leaves p(y) alone.
+    Absolute discounting (Ney, Essen and Kneser, 1994): every seen pair gives up d of a count, and
+    what the r(x) different followers of x give up is shared out by frequency. An x that was never
+    seen leaves p(y) alone.
     """
     V, d = vocab_size, 0.75
     unigram = (np.bincount(train, minlength=V) + 1) / (len(train) + V)

@@ -20,7 +20,7 @@ from data.tokenizers import END_OF_TEXT
 
 
 def llama_weights(weights: dict[str, Tensor], n_layer: int) -> dict[str, Tensor]:
-    """A GPT's weights under Llama's names. weights also has the input as a table (V, C), wte.weight."""
+    """A GPT's weights, the input among them as a table (V, C), under Llama's names."""
     names = {
         "wte.weight": ["model.embed_tokens.weight"],
         "norm_f.weight": ["model.norm.weight"],
@@ -44,27 +44,20 @@ def llama_weights(weights: dict[str, Tensor], n_layer: int) -> dict[str, Tensor]
 
 def llama_config(config: dict, eot: int) -> dict:
     """Llama's config.json for a run's settings."""
-    return {
+    same = {
+        "vocab_size": "vocab_size", "hidden_size": "n_embd", "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+        "num_key_value_heads": "n_head", "max_position_embeddings": "block_size",
+        "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta",
+    }  # fmt: skip
+    return {theirs: config[ours] for theirs, ours in same.items()} | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "float32",
-        "vocab_size": config["vocab_size"],
-        "hidden_size": config["n_embd"],
-        "num_hidden_layers": config["n_layer"],
-        "intermediate_size": config["n_inner"],
         "hidden_act": "silu",
-        "num_attention_heads": config["n_head"],
-        "num_key_value_heads": config["n_head"],
-        "max_position_embeddings": config["block_size"],
-        "rms_norm_eps": config["norm_eps"],
-        "rope_theta": config["rope_theta"],
         "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]},
-        "attention_bias": False,
-        "mlp_bias": False,
         "tie_word_embeddings": False,
-        "bos_token_id": eot,
-        "eos_token_id": eot,
-        "pad_token_id": eot,
+        **dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"], eot),
     }
 
 
@@ -75,9 +68,9 @@ def hugging_face_json(spec: dict) -> dict:
     """
     The tokenizer.json of a spec, for the tokenizers library: the same ids for every text.
 
-    (A text that spells a special token is that token to the library, and plain text to ours.) It writes
-    bytes as printable characters and merges by a list of pairs. A token stands in that list
-    with every pair of tokens that spells it, in the order of the ranks, which is when tiktoken merges.
+    (A text that spells a special token is that token to the library, and plain text to ours.) It
+    writes bytes as printable characters and merges by a list of pairs. A token stands there with
+    every pair of tokens that spells it, in the order of the ranks, which is when tiktoken merges.
     """
     tokens = [base64.b64decode(token) for token in spec["mergeable_ranks"]]
     known = set(tokens)
@@ -94,54 +87,26 @@ def hugging_face_json(spec: dict) -> dict:
         for i in range(1, len(token))
         if token[:i] in known and token[i:] in known
     ]
-    # Our pattern spells its limits as escapes, which this library's regular expressions do not know.
+    # Our pattern has escapes that this library's regular expressions do not know.
     pattern = re.sub(
         r"\\u[0-9a-f]{4}|\\U[0-9a-f]{8}", lambda m: chr(int(m.group()[2:], 16)), spec["pat_str"]
     )
+    plain = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
     special = [
-        {
-            "id": i,
-            "content": token,
-            "special": True,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-        }
+        {"id": i, "content": token, "special": True} | plain
         for token, i in spec["special_tokens"].items()
     ]
-    bytes_as_letters = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": False,
-    }
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+    as_letters = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    as_letters = {"type": "ByteLevel"} | as_letters
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    split |= {"invert": False}
+    vocab = {text(token): i for i, token in enumerate(tokens)} | spec["special_tokens"]
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": special,
-        "normalizer": None,
-        "post_processor": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytes_as_letters]},
-        "decoder": bytes_as_letters,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": {text(token): i for i, token in enumerate(tokens)} | spec["special_tokens"],
-            "merges": merges,
-        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, as_letters]},
+        "decoder": as_letters,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }
 
 
@@ -186,20 +151,11 @@ def export(weights: dict[str, Tensor], config: dict, spec: dict, card: str, fold
         partial.rename(out)
 
 
-def model_card(name: str, saved: dict, scores: dict) -> str:
-    """What a run is, how its input was made, on what it was trained and how well it does."""
+def model_card(name: str, saved: dict) -> str:
+    """What a run is, how its input was made and on what it was trained."""
     config = saved["config"]
     made = "a fixed code of the token id; it was never trained and is written out as `embed_tokens`"
     made = "a learned table" if name == "learned" else made
-    rows = list(config.items())
-    rows += [
-        (f"validation {key}", scores[key]) for key in ("loss", "bits_per_byte") if key in scores
-    ]
-    for task, result in scores.get("tasks", {}).items():
-        note = f" (first {result['n']} items)" if result["limited"] else ""
-        metrics = [key for key in ("acc", "acc_norm", "perplexity") if key in result]
-        rows += [(f"{task} {key}{note}", f"{result[key]:.4f}") for key in metrics]
-    table = "".join(f"| {key} | {value} |\n" for key, value in rows)
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -209,8 +165,7 @@ pipeline_tag: text-generation
 
 The input is {made}.
 
-Data: {config["data_dir"]}, tokenizer {saved["data"]["tokenizer"]}.
+Data: {config["data_dir"]}, tokenizer {saved["data"]["tokenizer"]}. All settings:
 
-| | |
-|---|---|
-{table}"""
+    {json.dumps(config)}
+"""

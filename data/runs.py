@@ -67,7 +67,7 @@ def load_checkpoint(run_dir: str | Path, training: bool = False) -> dict:
 
 
 def write_checkpoint(run_dir: str | Path, saved: dict, keep: int) -> None:
-    """Write a checkpoint, then remove all but the newest `keep`. Raises OSError with nothing lost."""
+    """Write a checkpoint, remove all but the newest `keep`. Raises OSError with nothing lost."""
     folder = Path(run_dir) / f"ckpt_{saved['step']:06d}"
     unfinished = folder.with_suffix(".tmp")
     for leftover in Path(run_dir).glob("ckpt_*.tmp"):  # of a kill
@@ -149,20 +149,14 @@ def read_tokenizer(run_dir: str, saved: dict) -> dict:
     return spec
 
 
-def read_results(run_dir: str, saved: dict) -> dict:
-    """What eval.json says of a checkpoint; nothing if it is of another one."""
+def write_results(run_dir: str, result: dict) -> None:
+    """Add a result to eval.json, unless that is of another checkpoint; then replace it."""
     path = Path(run_dir, "eval.json")
     old = (try_json(path.read_text(encoding="utf-8")) if path.exists() else None) or {}
-    same = old.get("settings") == saved["config"] and old.get("step") == saved["step"]
-    return old if same else {}
-
-
-def write_results(run_dir: str, saved: dict, result: dict) -> None:
-    """Add a result to eval.json; only a warning where the run cannot be written to."""
-    old = read_results(run_dir, saved)
-    tasks = old.get("tasks", {}) | result.get("tasks", {})
+    if any(old.get(key) != result[key] for key in ("settings", "step")):
+        old = {}
+    old |= result | {"tasks": old.get("tasks", {}) | result.get("tasks", {})}
     try:
-        content = json.dumps(old | result | {"tasks": tasks}, indent=2)
-        write_atomically(Path(run_dir, "eval.json"), content)
+        write_atomically(path, json.dumps(old, indent=2))
     except OSError as error:
-        print(f"warning: {error}")
+        print(f"warning: {error}")  # the run lies where nothing can be written
