@@ -22,8 +22,8 @@ and more than one recoding are our own, and off by default.
     python codes.py [ID ...]     follows tokens from id to vector and draws out/codes.png
 """
 
+import os
 import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +115,7 @@ class FixedTokenCode(nn.Module):
 
         ids (...)  ->  bits (..., K)  ->  recoded (..., R K)  ->  repeated C / (R K) times (..., C)
 
-    Bits are written as 0 and 1, or -1 and +1 ("pm1"), times `scale`. n_bits = 0 means ceil(log2 V).
+    Bits are written as 0 and 1, or -1 and +1 ("pm1"), times `scale`. n_bits = 0: ceil(log2 V).
     A checkpoint carries its code. Raises ValueError for a code that cannot separate V tokens.
     """
 
@@ -169,8 +169,6 @@ class FixedTokenCode(nn.Module):
 
 def main(argv: list[str]) -> None:
     """Print what ids become on their way to the Transformer, and draw the first 64 codes."""
-    from matplotlib.figure import Figure  # needs no display
-
     ids = [int(text) if text.isdecimal() else -1 for text in argv] or [0, 1, 5, 49151]
     if not all(0 <= t < 49152 for t in ids):
         sys.exit(f"codes.py: error: token ids go from 0 to 49151, got {' '.join(argv)}")
@@ -181,11 +179,14 @@ def main(argv: list[str]) -> None:
             x = code(torch.tensor(t))  # (C,)
             copies = ["".join(str(int(bit)) for bit in copy) for copy in x.split(16)]
             print(f"  {mode:9}  {' '.join(copies)}  ->  {int(code.decode(x))}")
+    os.environ["MPLBACKEND"] = "agg"  # needs no display
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6, 5), layout="constrained")
     for axis, (mode, code) in zip(figure.subplots(1, 2), modes.items()):
         axis.imshow(code(torch.arange(64))[:, :16].numpy(), cmap="Greys", aspect="auto")
         axis.set(title=mode, xlabel="bit of the code", ylabel="token id")
-    Path("out").mkdir(exist_ok=True)
+    os.makedirs("out", exist_ok=True)
     figure.savefig("out/codes.png", dpi=150)
     print("drawn: out/codes.png")
 

@@ -341,9 +341,10 @@ def print_tasks(results: list[dict], tasks: list[Task]) -> None:
 
 def draw(path: Path, n_panels: int, plot: Callable, data: object) -> None:
     """Call plot(axis, ..., data) and save the figure. Whatever goes wrong is no reason to stop."""
-    from matplotlib.figure import Figure  # needs no display
-
+    os.environ["MPLBACKEND"] = "agg"  # needs no display, and no notebook
     try:
+        from matplotlib.figure import Figure
+
         figure = Figure((6 * n_panels, 4.5), layout="constrained")
         plot(*figure.subplots(1, n_panels, squeeze=False)[0], data)
         path.parent.mkdir(parents=True, exist_ok=True)

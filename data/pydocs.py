@@ -22,7 +22,7 @@ from config import load_config, run_cli, split_args
 from data.prepare import PrepareConfig, clean, command_of, prepare
 from data.text import cut
 
-LONGEST = 4096  # characters of a document: a few large ones would make the sides uneven
+LONGEST = 8192  # characters of a document: a few large ones would make the sides uneven
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
 
 

@@ -261,40 +261,32 @@ def bench_corpus() -> None:
 
 def bench_eval() -> None:
     from pytest import MonkeyPatch
+    from test_harness import REAL, export_model, harness_model, harness_scores, local_rows
 
-    from config.machine import Choice, Runtime
-    from data.benchmarks import TASKS, read_items, score_items, task_metrics
-    from data.hugging_face import export
+    from config.machine import Precision, Runtime
+    from data.benchmarks import TASKS, make_requests, read_items
     from data.tokenizers import gpt2_spec, load_encoding
-    from test_harness import REAL, harness_model, harness_scores, local_rows
+    from eval import score
 
-    spec, rt = (
-        gpt2_spec(),
-        Runtime(Choice("cpu", "float32", scaler=False, compile=False, flash=True)),
-    )
+    spec, rt = gpt2_spec(), Runtime(Precision("cpu", "float32", False, False, False))
     cfg = GPTConfig(vocab_size=49152, block_size=512, n_layer=5, n_head=5, n_embd=160)
     model, encoding = GPT(cfg), load_encoding(spec)
     print(f"eval: {model.n_params() / 1e6:.1f} M parameters, {len(REAL)} tasks of 200 items")
-
-    def ours():
-        for name in REAL:
-            items = read_items(TASKS[name], os.environ["BENCHMARK_DIR"])
-            lls, greedy, _ = score_items(model, encoding, items, name, rt)
-            task_metrics(TASKS[name], items, lls, greedy, errors=False)
-
     with tempfile.TemporaryDirectory() as folder, MonkeyPatch.context() as patch:
-        export(model, spec, "", f"{folder}/hf")
-        rows = {name: local_rows(name) for name in REAL}
-        models = {n: harness_model(f"{folder}/hf", cfg.block_size, n) for n in (1, 4, 16, 64)}
-        ways = {
-            f"batch size {n}": lambda lm=lm: harness_scores(lm, rows, patch)
-            for n, lm in models.items()
-        }
-        times = best_times({"ours": ours} | ways, repeats=1)
-    for name, t in times.items():
-        if name != "ours":
+        export_model(model, spec, Path(folder, "hf"))
+        lm = harness_model(f"{folder}/hf", cfg.block_size, 8)
+        for name in REAL:
+
+            def ours(name: str = name) -> None:
+                items = read_items(TASKS[name], os.environ["BENCHMARK_DIR"])
+                score(model, make_requests(items, name, encoding, cfg.block_size)[0], name, rt)
+
+            def theirs(name: str = name) -> None:
+                harness_scores(lm, {name: local_rows(name)}, patch)
+
+            times = times_in_turns({"ours": ours, "harness": theirs}, repeats=3)
             print(
-                f"eval: harness at {name}: ours does {t / times['ours']:.2f} times its items a second"
+                f"eval {name}: items per second / the harness's {ratio(times['harness'], times['ours'])}"
             )
 
 

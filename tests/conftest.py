@@ -32,16 +32,20 @@ def texts(n: int = 60) -> list[str]:
     ]
 
 
+def write_dataset(folder: Path, documents: list[str], vocab_size: int = 512) -> Path:
+    """A dataset written by our own pipeline."""
+    cfg = PrepareConfig(data_dir=str(folder), vocab_size=vocab_size)
+    rows = [(i, None, text) for i, text in enumerate(documents)]
+    return prepare(cfg, lambda place: rows, "a test", "python -m pytest tests", 10**6)
+
+
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory) -> Path:
-    """A dataset of 512 tokens' vocabulary, written by our own pipeline."""
-    folder = tmp_path_factory.mktemp("data") / "small"
     documents = [
-        (i, None, f"{text} {chr(97 + i % 26)}{chr(97 + i // 26 % 26)} {i * 7919}")
+        f"{text} {chr(97 + i % 26)}{chr(97 + i // 26 % 26)} {i * 7919}"
         for i, text in enumerate(texts(400))
     ]
-    cfg = PrepareConfig(data_dir=str(folder), vocab_size=512)
-    return prepare(cfg, lambda place: documents, "a test", "python -m pytest tests", 10**6)
+    return write_dataset(tmp_path_factory.mktemp("data") / "small", documents)
 
 
 @pytest.fixture

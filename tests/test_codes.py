@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from conftest import ROOT, assert_clean_error, run
 from torch import nn
 
 from codes import (
@@ -16,7 +17,6 @@ from codes import (
     recode,
     token_bits,
 )
-from conftest import ROOT, assert_clean_error, run
 
 ALL_IDS = torch.arange(2**16)
 

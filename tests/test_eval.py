@@ -2,36 +2,29 @@
 
 import json
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, TINY, assert_clean_error, run, write_dataset
 
-from config.machine import Choice, Runtime
-from conftest import ROOT, assert_clean_error, run
+from config.machine import Precision, Runtime
 from data.bigram import bigram_losses
+from data.runs import describe, input_name, load_checkpoint, read_metrics, write_checkpoint
 from data.shards import Shards
-from data.tokenizers import load_encoding, read_spec, token_lengths
-from eval import (
-    EvalConfig,
-    arm_name,
-    by_frequency,
-    evaluate_run,
-    main,
-    mean_sd,
-    measures,
-    print_table,
-    read_metrics,
-    sample,
-)
-from config.checkpoints import load_checkpoint, write_checkpoint
+from data.tokenizers import load_encoding, read_spec, token_bytes
+from eval import EvalConfig, by_frequency, main, mean_sd, measure, measures, print_losses, sample
 from model import build_model
 from train import main as train
 
+RT = Runtime(Precision("cpu", "float32", scaler=False, compile=False, flash=True))
 
-RT = Runtime(Choice("cpu", "float32", scaler=False, compile=False, flash=True))
+
+def evaluate_run(run_dir: str, cfg: EvalConfig | None = None) -> dict:
+    return measure(run_dir, load_checkpoint(run_dir), cfg or EvalConfig(), RT)
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +40,8 @@ def runs(dataset, tmp_path_factory) -> Path:
 
 
 def test_a_run_is_measured_as_training_measured_it(runs):
-    result = evaluate_run(str(runs / "canonical_1"), EvalConfig(), RT)
-    last = read_metrics(runs / "canonical_1" / "metrics.jsonl")[-1]
+    result = evaluate_run(str(runs / "canonical_1"))
+    last = read_metrics(runs / "canonical_1")[-1]
     assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
     assert result["bits_per_byte"] == pytest.approx(last["val_bpb"], rel=1e-6)
     assert result["perplexity"] == pytest.approx(math.exp(last["val_loss"]), rel=1e-5)
@@ -57,16 +50,14 @@ def test_a_run_is_measured_as_training_measured_it(runs):
 
 
 def test_the_batch_size_changes_no_score(runs):
-    one, many = (
-        evaluate_run(str(runs / "learned_1"), EvalConfig(batch_size=n), RT) for n in (1, 7)
-    )
+    one, many = (evaluate_run(str(runs / "learned_1"), EvalConfig(batch_size=n)) for n in (1, 7))
     assert one["loss"] == pytest.approx(many["loss"], abs=1e-6)
     assert [r["n"] for r in one["by_frequency"]] == [r["n"] for r in many["by_frequency"]]
 
 
 def test_two_ranks_give_the_same_numbers(runs):
     run_dir = str(runs / "canonical_2")
-    alone = evaluate_run(run_dir, EvalConfig(batch_size=4), RT)
+    alone = evaluate_run(run_dir, EvalConfig(batch_size=4))
     result = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "eval.py", run_dir,
                  "--batch_size=4")  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -86,11 +77,11 @@ def test_bytes_are_those_of_the_scored_text_also_across_split_characters(dataset
     # An emoji is four bytes that a small vocabulary has as four tokens: each counts one byte.
     spec = read_spec(dataset)
     ids = load_encoding(spec).encode_ordinary("a\U0001f600b")
-    assert token_lengths(spec)[np.array(ids)].tolist() == [1] * 6
+    assert token_bytes(spec)[np.array(ids)].tolist() == [1] * 6
     data = Shards(dataset, "val", 512, 32)
     meta = json.loads((dataset / "meta.json").read_text())
     size = sum(f["bytes"] for f in meta["files"] if f["name"].startswith("val"))
-    scored = sum(int(token_lengths(spec)[y[y >= 0]].sum()) for _, y in data.every_token_once(4))
+    scored = sum(int(token_bytes(spec)[y[y >= 0]].sum()) for _, y in data.every_token_once(4))
     assert scored == size
 
 
@@ -129,7 +120,7 @@ def test_losses_by_frequency_by_hand():
 
 
 def test_frequencies_cover_every_scored_token_and_average_to_the_loss(runs):
-    result = evaluate_run(str(runs / "canonical_1"), EvalConfig(), RT)
+    result = evaluate_run(str(runs / "canonical_1"))
     rows = result["by_frequency"]
     assert sum(row["n"] for row in rows) == result["val_tokens"]
     mean = sum(row["n"] * row["loss"] for row in rows) / result["val_tokens"]
@@ -162,40 +153,24 @@ def test_several_runs_give_one_table_and_one_figure(runs, tmp_path, capsys):
 
 
 def test_runs_of_other_settings_do_not_share_a_line(capsys):
-    same = {"arm": "gf2", "n_params": 1, "n_input_params": 0, "train_tokens": 1, "perplexity": 1.0,
+    same = {"input": "gf2", "n_params": 1, "n_input_params": 0, "train_tokens": 1, "perplexity": 1.0,
             "bits_per_byte": 1.0, "bigram": {"loss": 1, "perplexity": 1, "bits_per_byte": 1}}  # fmt: skip
-    print_table([same | {"group": "a", "loss": 2.0, "checkpoint": "1"}, same | {"group": "b", "loss": 1.0,
-                 "checkpoint": "2"}, same | {"group": "a", "loss": 3.0, "checkpoint": "3"},
-                 same | {"group": "a", "loss": 3.0, "checkpoint": "3"}])  # fmt: skip
+    results = [("a", 2.0, 1), ("b", 1.0, 1), ("a", 3.0, 2), ("a", 3.0, 2)]
+    print_losses([same | {"group": g, "loss": loss, "seed": s} for g, loss, s in results])
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split("|")[2].strip() for row in rows] == ["1", "2", ""]
     assert "2.500 ± 0.707" in rows[1]
 
 
 def test_a_run_counts_once_and_other_data_is_another_line(runs, tmp_path, capsys):
-    from data.prepare import PrepareConfig, prepare
-
     name = f"{runs}/canonical_1"
     other = [f"something else altogether, number {i}, " * 20 + str(i**3) for i in range(300)]
-    prepare(PrepareConfig(data_dir=str(tmp_path / "d"), vocab_size=512), lambda: other, "", "")
-    tiny = str(ROOT / "config" / "tiny.py")
-    train([tiny, f"--data_dir={tmp_path}/d", f"--out_dir={tmp_path}/other", "--seed=2"])
+    write_dataset(tmp_path / "d", other)
+    train([TINY, f"--data_dir={tmp_path}/d", f"--out_dir={tmp_path}/other", "--seed=2"])
     capsys.readouterr()
-    main(
-        [
-            name,
-            name,
-            f"{runs}/../{runs.name}/canonical_1",
-            f"{tmp_path}/other",
-            f"--out_dir={tmp_path}",
-        ]
-    )
-    rows = [
-        line.split("|")[1:3]
-        for line in capsys.readouterr().out.splitlines()
-        if "| canonical" in line
-    ]
-    assert [[cell.strip() for cell in row] for row in rows] == [["canonical", "1"]] * 2
+    main([name, name, f"{runs}/../{runs.name}/canonical_1", f"{tmp_path}/other"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "| canonical" in line]
+    assert [line.split("|")[2].strip() for line in lines] == ["1", "1"]
 
 
 def with_change(runs: Path, tmp_path: Path, part: str, key: str, value: str) -> str:
@@ -209,19 +184,21 @@ def with_change(runs: Path, tmp_path: Path, part: str, key: str, value: str) -> 
 
 def test_a_dataset_that_has_moved_is_named_by_data_dir(runs, dataset, tmp_path):
     run_dir = with_change(runs, tmp_path, "config", "data_dir", "gone/away")
-    with pytest.raises(ValueError, match="gone/away, is not there: say where with --data_dir"):
-        evaluate_run(run_dir, EvalConfig(), RT)
-    moved = evaluate_run(run_dir, EvalConfig(data_dir=str(dataset)), RT)
-    assert moved["loss"] == evaluate_run(str(runs / "learned_1"), EvalConfig(), RT)["loss"]
+    with pytest.raises(
+        ValueError, match="gone/away, the dataset of .* is not there: say where by --data_dir"
+    ):
+        evaluate_run(run_dir)
+    moved = evaluate_run(run_dir, EvalConfig(data_dir=str(dataset)))
+    assert moved["loss"] == evaluate_run(str(runs / "learned_1"))["loss"]
 
 
-def test_names_of_arms_tell_what_is_not_the_papers():
+def test_names_of_inputs_tell_what_is_not_the_papers():
     paper = {"code_bits": 0, "code_symbols": "01", "code_scale": 1.0, "code_shift": False,
              "code_recodings": 1}  # fmt: skip
-    assert arm_name({"input_mode": "gf2"} | paper) == "gf2"
+    assert input_name({"input_mode": "gf2"} | paper) == "gf2"
     other = paper | {"code_symbols": "pm1", "code_recodings": 4}
-    assert arm_name({"input_mode": "gf2"} | other) == "gf2 symbols=pm1 recodings=4"
-    assert arm_name({"input_mode": "learned"} | other) == "learned"
+    assert input_name({"input_mode": "gf2"} | other) == "gf2 symbols=pm1 recodings=4"
+    assert input_name({"input_mode": "learned"} | other) == "learned"
     assert mean_sd([1.0], 2) == "1.00" and mean_sd([1.0, 3.0], 1) == "2.0 ± 1.4"
 
 
@@ -271,7 +248,7 @@ def test_stop_at_end_of_text_leaves_it_out(runs):
 @pytest.mark.parametrize(
     "args, words",
     [
-        (["no/such/run"], ["no run in no/such/run", "train one first"]),
+        (["no/such/run"], ["no/such/run holds no checkpoint", "train a run first"]),
         (["RUN", "--prompt=x", "--temperature=-1"], ["temperature must be at least 0, got -1"]),
         (["RUN", "--prompt=x", "--max_new_tokens=-1"], ["max_new_tokens must be at least 0"]),
         (["RUN", "--batch_size=0"], ["batch_size must be at least 1"]),
@@ -286,5 +263,43 @@ def test_mistakes_are_named(runs, args, words):
 
 def test_a_run_whose_data_changed_is_refused(runs, dataset, tmp_path):
     run_dir = with_change(runs, tmp_path, "data", "tokenizer_sha256", "another")
-    with pytest.raises(ValueError, match="was trained on other data .bpe-512. than .*--data_dir"):
-        evaluate_run(run_dir, EvalConfig(), RT)
+    with pytest.raises(ValueError, match="was trained on other data than .* holds: use --data_dir"):
+        evaluate_run(run_dir)
+
+
+def test_results_are_printed_also_where_nothing_can_be_written(runs, tmp_path, capsys, monkeypatch):
+    def full(path, content):
+        raise OSError("cannot write there")
+
+    monkeypatch.setattr("data.runs.write_atomically", full)
+    main([str(runs / "learned_1")])
+    out = capsys.readouterr().out
+    assert "| learned" in out and out.splitlines()[-1] == "warning: cannot write there"
+
+
+def test_a_figure_that_fails_hides_no_table(runs, tmp_path, monkeypatch):
+    (tmp_path / "compare.png").mkdir()
+    both = [str(runs / "learned_1"), str(runs / "canonical_1")]
+    inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    result = run("eval.py", *both, f"--out_dir={tmp_path}", **inline)
+    assert result.returncode == 0 and "| learned" in result.stdout, result.stderr
+    assert "compare.png could not be drawn" in result.stdout
+
+
+def test_one_checkpoint_of_a_run_can_be_named_and_needs_no_optimizer(runs, tmp_path, capsys):
+    shutil.copytree(runs / "canonical_1", tmp_path / "run")
+    (tmp_path / "run/ckpt_000020/optimizer.pt").unlink()
+    for name in ("run", "run/ckpt_000020"):
+        main([str(tmp_path / name)])
+        assert "| canonical" in capsys.readouterr().out
+        main([str(tmp_path / name), "--prompt=Document", "--max_new_tokens=3"])
+        assert "Document" in capsys.readouterr().out
+
+
+def test_groups_differ_in_their_seed_alone(runs):
+    groups = {}
+    for path in sorted(runs.glob("*_?")):
+        one = describe(str(path), load_checkpoint(path))
+        groups.setdefault(one["group"], []).append((one["input"], one["seed"]))
+    expected = [[(name, seed) for seed in (1, 2)] for name in ("canonical", "learned")]
+    assert list(groups.values()) == expected

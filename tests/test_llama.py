@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from conftest import ARMS, make_model
+
 from model import GPT
 
 transformers = pytest.importorskip("transformers", reason="tests/requirements.txt is not installed")

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ARMS, ROOT, make_model, model_config
 
 from config import load_config
-from conftest import ARMS, ROOT, make_model, model_config
-from model import GPT, GPTConfig, KVCache, build_model, head_loss, rotary_table, rotate
+from model import GPT, KVCache, build_model, head_loss, rotary_table, rotate
 from train import TrainConfig, make_optimizer
 
 IDS = torch.randint(512, (2, 32), generator=torch.Generator().manual_seed(0))

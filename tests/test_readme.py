@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 
 from codes import FixedTokenCode
 from config import load_config, split_args
-from conftest import ROOT
 from data.fineweb_edu import FinewebConfig
 from data.pydocs import PydocsConfig
 from data.text import TextConfig

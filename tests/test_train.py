@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ARMS, ROOT, TINY, assert_clean_error, make_model, run
 
 import train as train_module
 from config.machine import Precision, Runtime
-from conftest import ARMS, ROOT, TINY, assert_clean_error, make_model, run
 from data.runs import checkpoints, load_checkpoint, read_metrics, write_checkpoint
 from data.shards import Shards, window_numbers
 from model import build_model
