@@ -152,27 +152,18 @@ class Runtime:
             ) from error
 
     def peak_memory_gb(self) -> float | None:
-        """The most that this process has held: of the GPU's memory, or else of the machine's."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / 1e9
-        if os.name != "posix":
-            return None
-        import resource  # not on Windows
-
-        unit = 1 if sys.platform == "darwin" else 1024  # bytes
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+        """The most of the GPU's memory that this process has held; None without a GPU."""
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.max_memory_allocated(self.device) / 1e9 if on_gpu else None
 
     def check_agreement(self, own: dict) -> None:
         """Raises ValueError, on all ranks, with what a rank was given that rank 0 was not."""
-        ranks = self.gather([own])
-        for rank, other in enumerate(ranks):
-            first = {key: value for key, value in ranks[0].items() if other.get(key) != value}
-            if first:
-                what = ", ".join(f"{key} ({other.get(key)}, not {first[key]})" for key in first)
-                raise ValueError(
-                    f"rank {rank} differs from rank 0 in {what}: start all of them with the same "
-                    "code, settings and files"
-                )
+        first, *others = self.gather([own])
+        for rank, other in enumerate(others, start=1):
+            differ = [key for key in first if other[key] != first[key]]
+            if differ:
+                what = ", ".join(f"{key} ({other[key]}, not {first[key]})" for key in differ)
+                raise ValueError(f"rank {rank} differs from rank 0 in {what}: start all alike")
 
 
 def init_processes(backend: str) -> None:
@@ -183,7 +174,7 @@ def init_processes(backend: str) -> None:
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
-            "--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
+            "--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment"
         )
     # The others wait while rank 0 writes a checkpoint.
     dist.init_process_group(backend, timeout=timedelta(minutes=30))

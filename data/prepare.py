@@ -62,8 +62,7 @@ class PrepareConfig(Settings):
             raise ValueError(f"vocab_size must be from 257 to 65536, got {self.vocab_size}")
 
 
-# -------------------------------------------------------------------------------
-# text -> ids -> files
+# --- text -> ids -> files -----------------------------------------------------
 
 
 def clean(text: str) -> str:
@@ -171,8 +170,7 @@ class ShardWriter:
                 self.entries[-1]["sha256"] = hashlib.sha256(content).hexdigest()
 
 
-# -------------------------------------------------------------------------------
-# a dataset
+# --- a dataset ----------------------------------------------------------------
 
 
 def command_of(module: str, cfg: Settings, words: Iterable[str] = ()) -> str:

@@ -30,8 +30,7 @@ from data import tokenizers
 
 SCAN_TOKENS = 2**24  # up to this size every id is checked on opening; beyond, when it is read
 
-# -------------------------------------------------------------------------------
-# meta.json
+# --- meta.json ----------------------------------------------------------------
 
 
 def damaged(path: Path, what: str, command: str) -> ValueError:
@@ -84,8 +83,7 @@ def identity(meta: dict) -> dict:
     }
 
 
-# -------------------------------------------------------------------------------
-# reading
+# --- reading ------------------------------------------------------------------
 
 
 class Shards:
@@ -173,8 +171,7 @@ class Shards:
             yield x, y
 
 
-# -------------------------------------------------------------------------------
-# the order of training
+# --- the order of training ----------------------------------------------------
 
 
 def scramble(x: np.ndarray) -> np.ndarray:

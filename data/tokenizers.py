@@ -40,8 +40,7 @@ PATTERN = (
     rf"| ?[^{_SPACE}0-9{_LETTER}]{{1,32}}|[{_SPACE}]{{1,32}}(?![^{_SPACE}])|[{_SPACE}]{{1,32}}"
 )
 
-# -------------------------------------------------------------------------------
-# training
+# --- training -----------------------------------------------------------------
 
 
 def count_words(texts: Iterable[str], limit: float = math.inf) -> Counter:
@@ -117,8 +116,7 @@ def train_bpe(words: Counter, n_tokens: int) -> list[bytes]:
     return tokens
 
 
-# -------------------------------------------------------------------------------
-# tiktoken encodings
+# --- tiktoken encodings -------------------------------------------------------
 
 
 def make_spec(name: str, pattern: str, tokens: list[bytes]) -> dict:

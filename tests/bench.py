@@ -60,11 +60,7 @@ def bench_train() -> None:
     compiler = any(map(shutil.which, ("c++", "g++", "clang++", "cl")))
     shapes = {"C=512": (512, 6, 8, 256, 8, 4096), "toy": (88, 6, 2, 128, 8, 2048)}
     for name, (C, L, H, T, B, V) in shapes.items():
-        model = GPT(
-            GPTConfig(
-                input_mode="learned", vocab_size=V, block_size=T, n_layer=L, n_head=H, n_embd=C
-            )
-        )
+        model = GPT(GPTConfig(input_mode="learned", vocab_size=V, block_size=T, n_layer=L, n_head=H, n_embd=C))
         llama = transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
                 vocab_size=V, hidden_size=C, intermediate_size=4 * C, num_hidden_layers=L,
@@ -88,9 +84,7 @@ def bench_train() -> None:
             optimizers = [torch.optim.AdamW(p, lr=1e-4, fused=True) for p in optimizers]
             times = times_in_turns(
                 {
-                    "ours": lambda: step(
-                        list(model.parameters()), lambda: ours(x, y), optimizers[0]
-                    ),
+                    "ours": lambda: step(list(model.parameters()), lambda: ours(x, y), optimizers[0]),
                     "llama": lambda: step(list(llama.parameters()), llama_loss, optimizers[1]),
                 },
                 repeats=20,
@@ -176,13 +170,10 @@ def bench_sample() -> None:
     model = GPT(GPTConfig("learned", 4096, 1024, n_layer=6, n_head=4, n_embd=256))
     prompt = torch.zeros(1, 1, dtype=torch.long)
     ways = {
-        str(use): lambda use=use: model.generate(prompt, 512, temperature=0, use_cache=use)
-        for use in (True, False)
+        str(use): lambda use=use: model.generate(prompt, 512, temperature=0, use_cache=use) for use in (True, False)
     }
     times = times_in_turns(ways, repeats=1)
-    print(
-        f"sample 512 tokens: the rate with the cache / without {ratio(times['False'], times['True'])}"
-    )
+    print(f"sample 512 tokens: the rate with the cache / without {ratio(times['False'], times['True'])}")
 
 
 def bench_start() -> None:
@@ -285,18 +276,10 @@ def bench_eval() -> None:
                 harness_scores(lm, {name: local_rows(name)}, patch)
 
             times = times_in_turns({"ours": ours, "harness": theirs}, repeats=3)
-            print(
-                f"eval {name}: items per second / the harness's {ratio(times['harness'], times['ours'])}"
-            )
+            print(f"eval {name}: items per second / the harness's {ratio(times['harness'], times['ours'])}")
 
 
 if __name__ == "__main__":
-    names = [arg.lstrip("-") for arg in sys.argv[1:]] or [
-        "train",
-        "loss",
-        "sample",
-        "start",
-        "corpus",
-    ]
+    names = [arg.lstrip("-") for arg in sys.argv[1:]] or ["train", "loss", "sample", "start", "corpus"]
     for name in names:
         globals()[f"bench_{name}"]()

@@ -25,9 +25,7 @@ def texts(n: int = 60) -> list[str]:
     """Small documents with some order in them: counting, forwards and backwards, in words."""
     words = "zero one two three four five six seven eight nine".split()
     return [
-        f"Document {i}: "
-        + " ".join(words[(i + k * (1 + i % 3)) % 10] for k in range(40 + i % 7))
-        + "."
+        f"Document {i}: " + " ".join(words[(i + k * (1 + i % 3)) % 10] for k in range(40 + i % 7)) + "."
         for i in range(n)
     ]
 
@@ -41,10 +39,7 @@ def write_dataset(folder: Path, documents: list[str], vocab_size: int = 512) -> 
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory) -> Path:
-    documents = [
-        f"{text} {chr(97 + i % 26)}{chr(97 + i // 26 % 26)} {i * 7919}"
-        for i, text in enumerate(texts(400))
-    ]
+    documents = [f"{text} {chr(97 + i % 26)}{chr(97 + i // 26 % 26)} {i * 7919}" for i, text in enumerate(texts(400))]
     return write_dataset(tmp_path_factory.mktemp("data") / "small", documents)
 
 

@@ -14,15 +14,7 @@ from conftest import TINY, assert_clean_error, make_model, run
 
 import eval as eval_module
 from config.machine import Precision, Runtime
-from data.benchmarks import (
-    TASKS,
-    Item,
-    find_tasks,
-    make_requests,
-    pair_to_ids,
-    read_items,
-    task_metrics,
-)
+from data.benchmarks import TASKS, Item, find_tasks, make_requests, pair_to_ids, read_items, task_metrics
 from data.tokenizers import load_encoding, read_spec
 from eval import score, score_batch
 from train import main as train
@@ -45,35 +37,20 @@ def test_hellaswag_by_hand():
     assert [p[0] for p in got.pairs] == ["Baking: How to bake. Mix it. The dough"] * 4
     assert [p[1] for p in got.pairs] == ["  Knead it.", " a b  c", "  d", "  e"]
     assert got.gold == 3 and got.lengths == [len(p[1]) - 1 for p in got.pairs]
-    assert (
-        item("hellaswag", activity_label="a", ctx_a="b", ctx_b="", endings=["x"], label=0).gold == 0
-    )
+    assert item("hellaswag", activity_label="a", ctx_a="b", ctx_b="", endings=["x"], label=0).gold == 0
 
 
 def test_the_other_tasks_by_hand():
     got = item("piqa", goal="Open it ", sol1="pull", sol2="push ", label=1)
-    assert got == Item(
-        [("Question: Open it \nAnswer:", " pull"), ("Question: Open it \nAnswer:", " push ")],
-        1,
-        [4, 5],
-    )
+    assert got == Item([("Question: Open it \nAnswer:", " pull"), ("Question: Open it \nAnswer:", " push ")], 1, [4, 5])
     row = {"question": "Q?", "choices": {"text": ["a", "bb", "c"], "label": ["1", "2", "3"]}}
     for key in ("3", 3):
         got = item("arc_easy", **row, answerKey=key)
-        assert got == Item(
-            [("Question: Q?\nAnswer:", f" {c}") for c in ("a", "bb", "c")], 2, [1, 2, 1]
-        )
+        assert got == Item([("Question: Q?\nAnswer:", f" {c}") for c in ("a", "bb", "c")], 2, [1, 2, 1])
     row = {"question_stem": "The sun", "choices": {"text": ["is", "was"], "label": ["A", "B"]}}
-    assert item("openbookqa", **row, answerKey=" B") == Item(
-        [("The sun", " is"), ("The sun", " was")], 1, [2, 3]
-    )
-    got = item(
-        "winogrande", sentence="I saw _'s dog, _ ran. ", option1="Ann", option2="Bob", answer="2"
-    )
-    assert (
-        got.pairs == [("I saw Ann", " 's dog, _ ran."), ("I saw Bob", " 's dog, _ ran.")]
-        and got.gold == 1
-    )
+    assert item("openbookqa", **row, answerKey=" B") == Item([("The sun", " is"), ("The sun", " was")], 1, [2, 3])
+    got = item("winogrande", sentence="I saw _'s dog, _ ran. ", option1="Ann", option2="Bob", answer="2")
+    assert got.pairs == [("I saw Ann", " 's dog, _ ran."), ("I saw Bob", " 's dog, _ ran.")] and got.gold == 1
     assert item("lambada_openai", text="a  b\nc d").pairs == [("a  b\nc", " d")]
     assert item("lambada_standard", text="x of\n\nPower").pairs == [("x", " of\n\nPower")]
     assert item("lambada_openai", text="ends in a space ").pairs == [("ends in a space", " ")]
@@ -88,18 +65,11 @@ def test_tasks_are_found_by_name_group_and_near_miss():
 
 def test_text_becomes_ids_together_and_spaces_move_to_the_continuation(dataset):
     encoding = load_encoding(read_spec(dataset))
-    for context, continuation in [
-        ("Document 1:", " two three"),
-        ("Document  ", "two"),
-        ("a\u00a0\u2003", " b"),
-    ]:
+    for context, continuation in [("Document 1:", " two three"), ("Document  ", "two"), ("a\u00a0\u2003", " b")]:
         ids = pair_to_ids(encoding, context, continuation)
         assert ids[0] == encoding.encode_ordinary(context.rstrip())
         assert ids[0] + ids[1] == encoding.encode_ordinary(context + continuation)
-    assert pair_to_ids(encoding, "", "two") == (
-        [encoding.eot_token],
-        encoding.encode_ordinary("two"),
-    )
+    assert pair_to_ids(encoding, "", "two") == ([encoding.eot_token], encoding.encode_ordinary("two"))
     context, continuation = pair_to_ids(encoding, "text ends in ", " ")
     assert encoding.decode(continuation) == "  "
 
@@ -146,9 +116,7 @@ def test_contexts_are_cut_at_their_start_and_continuations_never(dataset):
     (request,), n_cut = make_requests([Item([(context, word)], 0, [4])], "x", encoding, 500)
     assert n_cut == 0 and request == (ids, target)
     long = Item([("a", " one two three four five")], 0, [4])
-    with pytest.raises(
-        ValueError, match="item 1 .from 0. of x has a continuation of .* not of 1 to"
-    ):
+    with pytest.raises(ValueError, match="item 1 .from 0. of x has a continuation of .* not of 1 to"):
         make_requests([Item([("a", " b")], 0, [1]), long], "x", encoding, 3)
 
 
@@ -223,10 +191,7 @@ GOOD = {"goal": "g", "sol1": "one two", "sol2": "three", "label": 0}
 @pytest.mark.parametrize(
     "row, message",
     [
-        (
-            {"goal": "g", "sol1": "a", "label": 0},
-            "no item of piqa as baber/piqa .*KeyError: 'sol2'",
-        ),
+        ({"goal": "g", "sol1": "a", "label": 0}, "no item of piqa as baber/piqa .*KeyError: 'sol2'"),
         (GOOD | {"label": ""}, "line 2 is no item of piqa"),
         (GOOD | {"label": -1}, "line 2 is no item of piqa .*no choice -1"),
         (GOOD | {"label": 2}, "no choice 2"),
@@ -248,10 +213,7 @@ NO_KEY = dict(question="q", choices={"text": ["a"], "label": ["A"]}, answerKey="
 NO_BLANK = dict(sentence="no blank", option1="a", option2="b", answer="1")
 
 
-@pytest.mark.parametrize(
-    "task, row",
-    [("arc_easy", TEXT), ("arc_easy", NO_KEY), ("winogrande", NO_BLANK)],
-)
+@pytest.mark.parametrize("task, row", [("arc_easy", TEXT), ("arc_easy", NO_KEY), ("winogrande", NO_BLANK)])
 def test_columns_of_another_kind_are_named(tmp_path, task, row):
     write(tmp_path, task, row)
     with pytest.raises(ValueError, match=f"{task}.jsonl, line 1 is no item of {task}"):
@@ -274,29 +236,21 @@ def test_a_missing_or_empty_file_is_named(tmp_path):
         read_items(TASKS["piqa"], str(tmp_path))
 
 
-needs_items = pytest.mark.skipif(
-    "BENCHMARK_DIR" not in os.environ, reason="BENCHMARK_DIR is not set"
-)
+needs_items = pytest.mark.skipif("BENCHMARK_DIR" not in os.environ, reason="BENCHMARK_DIR is not set")
 
 
 @needs_items
 @pytest.mark.parametrize("task", [name for name in TASKS if name != "lambada_standard"])
 def test_the_real_items_are_read_in_order(task):
     items = read_items(TASKS[task], os.environ["BENCHMARK_DIR"])
-    assert len(items) == 200 and items[:50] == read_items(
-        TASKS[task], os.environ["BENCHMARK_DIR"], 50
-    )
+    assert len(items) == 200 and items[:50] == read_items(TASKS[task], os.environ["BENCHMARK_DIR"], 50)
     n_choices = {"hellaswag": 4, "piqa": 2, "openbookqa": 4, "winogrande": 2, "lambada_openai": 1}
     expected = n_choices.get(task, 4)
     assert statistics.mean(len(i.pairs) for i in items) == pytest.approx(expected, abs=0.05)
     if task == "hellaswag":
-        assert any(p[1].startswith("  ") for i in items for p in i.pairs), (
-            "an ending lost its second space"
-        )
+        assert any(p[1].startswith("  ") for i in items for p in i.pairs), "an ending lost its second space"
     if task == "piqa":
-        assert any(p[1].endswith(" ") for i in items for p in i.pairs), (
-            "a solution lost its last space"
-        )
+        assert any(p[1].endswith(" ") for i in items for p in i.pairs), "a solution lost its last space"
 
 
 # -------------------------------------------------------------------------------
@@ -316,24 +270,12 @@ def questions(tmp_path_factory) -> Path:
     words = "zero one two three four five six seven eight nine".split()
     write(folder, "piqa", *({"goal": f"Count {words[i % 10]}", "sol1": " ".join(words[i % 7 :]),
                              "sol2": words[i % 3] * 2, "label": i % 2} for i in range(40)))  # fmt: skip
-    write(
-        folder,
-        "lambada_openai",
-        *({"text": " ".join(words[k % 10] for k in range(i, i + 60))} for i in range(20)),
-    )
+    write(folder, "lambada_openai", *({"text": " ".join(words[k % 10] for k in range(i, i + 60))} for i in range(20)))
     return folder
 
 
 def evaluate(run_dir: Path, questions: Path, out: Path, *args: str) -> subprocess.CompletedProcess:
-    return run(
-        "-W",
-        "error",
-        "eval.py",
-        str(run_dir),
-        f"--benchmark_dir={questions}",
-        f"--out_dir={out}",
-        *args,
-    )
+    return run("-W", "error", "eval.py", str(run_dir), f"--benchmark_dir={questions}", f"--out_dir={out}", *args)
 
 
 def test_tasks_print_a_table_and_add_to_eval_json(trained, questions, tmp_path):
@@ -342,14 +284,10 @@ def test_tasks_print_a_table_and_add_to_eval_json(trained, questions, tmp_path):
     assert result.returncode == 0, result.stderr
     stored = json.loads((trained / "eval.json").read_text())
     piqa, lambada = stored["tasks"]["piqa"], stored["tasks"]["lambada_openai"]
-    assert (
-        piqa["n"] == 40 and piqa["limited"] and lambada["n"] == 20
-    )  # the full sets have thousands
+    assert piqa["n"] == 40 and piqa["limited"] and lambada["n"] == 20  # the full sets have thousands
     assert lambada["requests_cut"] == 20 and "loss" in stored  # 60 words do not fit in 32 tokens
     head, _, row = [line for line in result.stdout.splitlines() if line.startswith("|")][:3]
-    assert (
-        "piqa acc (first 40 items)" in head and "lambada_openai perplexity (first 20 items)" in head
-    )
+    assert "piqa acc (first 40 items)" in head and "lambada_openai perplexity (first 20 items)" in head
     assert f"{100 * piqa['acc']:.2f} ± {100 * piqa['acc_stderr']:.2f}" in row
     assert "70.51" in result.stdout  # the paper's, beside
     rows = [json.loads(line) for line in (trained / "items_piqa.jsonl").read_text().splitlines()]
@@ -364,25 +302,15 @@ def test_a_limit_is_told_and_one_item_works(trained, questions, tmp_path):
         assert ("±" in result.stdout.splitlines()[-3]) == (n > 1)  # one item has no error
         stored = json.loads((trained / "eval.json").read_text())["tasks"]["piqa"]
         assert stored["n"] == n and stored["limited"]
-    assert_clean_error(
-        evaluate(trained, questions, tmp_path, "--tasks=piqa", "--limit=0"),
-        "limit must be at least 1",
-    )
+    assert_clean_error(evaluate(trained, questions, tmp_path, "--tasks=piqa", "--limit=0"), "limit must be at least 1")
 
 
 def test_mistakes_are_named_and_earlier_results_stay(trained, questions, tmp_path):
     evaluate(trained, questions, tmp_path, "--tasks=piqa")
     before = (trained / "eval.json").read_bytes()
-    assert_clean_error(
-        evaluate(trained, questions, tmp_path, "--tasks=pica"), "did you mean 'piqa'"
-    )
-    assert_clean_error(
-        evaluate(trained, questions, tmp_path, "--tasks=piqa,arc_easy"),
-        "arc_easy.jsonl does not exist",
-    )
-    offline = run(
-        "eval.py", str(trained), "--tasks=winogrande", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)
-    )
+    assert_clean_error(evaluate(trained, questions, tmp_path, "--tasks=pica"), "did you mean 'piqa'")
+    assert_clean_error(evaluate(trained, questions, tmp_path, "--tasks=piqa,arc_easy"), "arc_easy.jsonl does not exist")
+    offline = run("eval.py", str(trained), "--tasks=winogrande", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
     assert_clean_error(offline, "winogrande", "allenai/winogrande", "--benchmark_dir")
     assert before == (trained / "eval.json").read_bytes()
 
@@ -398,12 +326,7 @@ def test_things_that_do_not_go_together_are_named(trained, questions, tmp_path):
 
 def test_a_retrained_run_does_not_inherit_scores(dataset, questions, tmp_path):
     argv = [TINY, f"--data_dir={dataset}", f"--out_dir={tmp_path / 'run'}"]
-    args = [
-        f"{tmp_path / 'run'}",
-        "--tasks=piqa",
-        f"--benchmark_dir={questions}",
-        f"--out_dir={tmp_path}",
-    ]
+    args = [f"{tmp_path / 'run'}", "--tasks=piqa", f"--benchmark_dir={questions}", f"--out_dir={tmp_path}"]
     train(argv)
     eval_module.main([args[0]])
     eval_module.main(args)
@@ -425,12 +348,8 @@ def test_two_ranks_give_the_same_scores(trained, questions, tmp_path):
         assert a["ll"] == pytest.approx(b["ll"], abs=1e-4) and a["greedy"] == b["greedy"]
 
 
-def test_an_item_that_does_not_fit_is_said_before_anything_is_scored(
-    trained, tmp_path, monkeypatch
-):
-    write(
-        tmp_path, "winogrande", dict(sentence="I saw _ go.", option1="A", option2="B", answer="1")
-    )
+def test_an_item_that_does_not_fit_is_said_before_anything_is_scored(trained, tmp_path, monkeypatch):
+    write(tmp_path, "winogrande", dict(sentence="I saw _ go.", option1="A", option2="B", answer="1"))
     write(tmp_path, "piqa", GOOD | {"sol1": "many words " * 60})
     monkeypatch.setattr(eval_module, "score_batch", lambda *args: pytest.fail("scored"))
     with pytest.raises(ValueError, match="item 0 .* of piqa .* leave the task out, or train with"):

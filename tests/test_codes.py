@@ -8,15 +8,7 @@ import torch
 from conftest import ROOT, assert_clean_error, run
 from torch import nn
 
-from codes import (
-    FixedTokenCode,
-    gf2_inverse,
-    make_code,
-    min_bits,
-    random_invertible,
-    recode,
-    token_bits,
-)
+from codes import FixedTokenCode, gf2_inverse, make_code, min_bits, random_invertible, recode, token_bits
 
 ALL_IDS = torch.arange(2**16)
 
@@ -27,9 +19,7 @@ def test_bits_are_least_significant_first():
         assert token_bits(torch.tensor(t), 16).tolist() == [int(b) for b in f"{t:016b}"[::-1]]
 
 
-@pytest.mark.parametrize(
-    "V, K", [(2, 1), (3, 2), (4, 2), (5, 3), (4096, 12), (49152, 16), (65536, 16)]
-)
+@pytest.mark.parametrize("V, K", [(2, 1), (3, 2), (4, 2), (5, 3), (4096, 12), (49152, 16), (65536, 16)])
 def test_the_minimum_of_bits(V, K):
     assert min_bits(V) == K
 
@@ -88,9 +78,7 @@ def test_draws_are_uniform_over_the_invertible_matrices():
     for _ in range(6000):
         key = tuple(random_invertible(2, generator).flatten().tolist())
         counts[key] = counts.get(key, 0) + 1
-    singular = [
-        m for m in itertools.product((0, 1), repeat=4) if (m[0] * m[3] + m[1] * m[2]) % 2 == 0
-    ]
+    singular = [m for m in itertools.product((0, 1), repeat=4) if (m[0] * m[3] + m[1] * m[2]) % 2 == 0]
     assert len(counts) == 6 and not set(singular) & set(counts)
     assert all(abs(n - 1000) < 150 for n in counts.values()), counts
 

@@ -66,10 +66,7 @@ def test_a_text_may_begin_at_the_home_folder(monkeypatch):
         ("--run_name=a/b", "run_name must be the name of a folder"),
         ("--beta2=1", "beta1 and beta2 must be below 1"),
         ("--n_embd=90", "n_embd must be a multiple of 2 x n_head = 4"),
-        (
-            "out/canonical_toy",
-            "out/canonical_toy is no config file, which ends in .py; to continue",
-        ),
+        ("out/canonical_toy", "out/canonical_toy is no config file, which ends in .py; to continue"),
         ("config/nothing.py", "config file config/nothing.py: FileNotFoundError"),
     ],
 )
@@ -115,9 +112,7 @@ def test_a_config_file_may_compute_and_import(tmp_path):
 def test_a_type_that_no_setting_can_have_is_refused_with_those_it_can():
     for kind in (list, int | None, Literal[1, 2]):
         cls = dataclasses.make_dataclass("Odd", [("size", kind, None)], bases=(Settings,))
-        with pytest.raises(
-            ValueError, match="size is a .*: use bool, int, float, str or a Literal"
-        ):
+        with pytest.raises(ValueError, match="size is a .*: use bool, int, float, str or a Literal"):
             load_config(cls, {})
 
 
@@ -195,9 +190,7 @@ def test_the_three_models_differ_in_the_input_alone(name):
 
 def test_importing_a_module_does_nothing(tmp_path):
     modules = "train, eval, codes, model, data.pydocs, data.text, data.prepare, data.fineweb_edu"
-    code = (
-        f"import sys; sys.argv = ['x', '--no']; sys.path.insert(0, {str(ROOT)!r})\nimport {modules}"
-    )
+    code = f"import sys; sys.argv = ['x', '--no']; sys.path.insert(0, {str(ROOT)!r})\nimport {modules}"
     code += "\nassert not {'matplotlib', 'tiktoken', 'datasets', 'pyarrow'} & set(sys.modules)"
     result = run("-W", "error", "-c", code, cwd=tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

@@ -148,20 +148,13 @@ def test_the_order_is_the_one_of_earlier_runs():
     """Computed by the first release: a resumed run must read what it would have read."""
     assert window_numbers(0, 8, 1000, seed=1).tolist() == [379, 185, 335, 440, 506, 793, 748, 942]
     assert window_numbers(997, 6, 1000, seed=2).tolist() == [420, 280, 350, 598, 11, 832]
-    assert window_numbers(10**12, 3, 5 * 10**10, seed=7).tolist() == [
-        19461536949,
-        2677719143,
-        25007130741,
-    ]
+    assert window_numbers(10**12, 3, 5 * 10**10, seed=7).tolist() == [19461536949, 2677719143, 25007130741]
 
 
 def test_identity_is_the_tokenizer_and_the_content(three):
     meta = Shards(three, "train", 512, 3).meta
     meta["files"][0]["sha256"] = "a"
-    assert identity(meta)["files"][:2] == [
-        ["train_00000.bin", 10, "a"],
-        ["train_00001.bin", 4, None],
-    ]
+    assert identity(meta)["files"][:2] == [["train_00000.bin", 10, "a"], ["train_00001.bin", 4, None]]
     other = json.loads(json.dumps(meta)) | {"command": "another"}
     assert identity(other) == identity(meta)
     other["files"][0]["sha256"] = "b"
@@ -182,26 +175,14 @@ def change(path: Path, old: str, new: str) -> None:
 
 FILE = "train_00001.bin"
 DAMAGE = [
-    (
-        lambda d: d.rename(d / "../x"),
-        "three is not there .*`python -m data.text --input=PATH --data",
-    ),
-    (
-        lambda d: put(d / FILE, []),
-        f"{FILE} has 0 bytes, .* have 8: delete .*three and .*`python -m",
-    ),
+    (lambda d: d.rename(d / "../x"), "three is not there .*`python -m data.text --input=PATH --data"),
+    (lambda d: put(d / FILE, []), f"{FILE} has 0 bytes, .* have 8: delete .*three and .*`python -m"),
     (lambda d: (d / FILE).write_bytes(b"x" * 9), f"{FILE} has 9 bytes, but should have 8"),
     (lambda d: (d / FILE).unlink(), f"{FILE} is missing: delete"),
-    (
-        lambda d: put(d / FILE, [0, 1, 600, 2]),
-        f"{FILE} has id 600 at token 2, the vocabulary 512 ids",
-    ),
+    (lambda d: put(d / FILE, [0, 1, 600, 2]), f"{FILE} has id 600 at token 2, the vocabulary 512 ids"),
     (lambda d: change(d / "meta.json", "}", ""), "meta.json lacks valid JSON"),
     (lambda d: change(d / "meta.json", "eot_id", "x"), "meta.json lacks eot_id"),
-    (
-        lambda d: change(d / "tiktoken.json", "by hand", "x"),
-        "json is not the tokenizer of .*meta.js",
-    ),
+    (lambda d: change(d / "tiktoken.json", "by hand", "x"), "json is not the tokenizer of .*meta.js"),
     (lambda d: (d / "tiktoken.json").unlink(), "tiktoken.json is missing"),
 ]
 
@@ -225,9 +206,7 @@ def test_an_id_outside_the_vocabulary_is_found_when_read_from_a_large_file(three
 
 
 def test_too_little_text_and_another_vocabulary_are_refused(three):
-    with pytest.raises(
-        ValueError, match="val files hold 11 tokens, fewer than block_size . 1 = 12"
-    ):
+    with pytest.raises(ValueError, match="val files hold 11 tokens, fewer than block_size . 1 = 12"):
         Shards(three, "val", 512, 11)
     with pytest.raises(ValueError, match="vocabulary of 512 .* but vocab_size=4096"):
         Shards(three, "train", 4096, 3)
@@ -267,10 +246,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def read_documents(folder: Path, split: str) -> list[str]:
     """The documents of a split, by cutting its files at every end-of-text id."""
-    encoding, meta = (
-        load_encoding(read_spec(folder)),
-        json.loads((folder / "meta.json").read_text()),
-    )
+    encoding, meta = (load_encoding(read_spec(folder)), json.loads((folder / "meta.json").read_text()))
     found = []
     for entry in [e for e in meta["files"] if e["name"].startswith(split)]:
         ids = np.fromfile(folder / entry["name"], dtype="<u2")
@@ -370,9 +346,7 @@ def test_a_full_disk_loses_nothing_and_is_noticed_first(tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
     (out / "train_00001.bin").symlink_to("/dev/full")  # every write says: no space left
-    with pytest.raises(
-        ValueError, match="No space left.*: make room, and the same command continue"
-    ):
+    with pytest.raises(ValueError, match="No space left.*: make room, and the same command continue"):
         prepared(out, texts(100))
     assert {"train_00000.bin", "progress.json"} <= {p.name for p in out.iterdir()}
     with pytest.raises(ValueError, match="out is not complete: run the command again"):
@@ -506,9 +480,7 @@ def test_a_small_text_has_the_share_for_validation_that_was_requested(tmp_path, 
 
 def test_a_text_too_small_or_uneven_is_told_so(tmp_path, capsys):
     (tmp_path / "poem.txt").write_text("Roses are red, violets blue. \n")
-    with pytest.raises(
-        ValueError, match="0 for validation, but both are needed: use more text, or"
-    ):
+    with pytest.raises(ValueError, match="0 for validation, but both are needed: use more text, or"):
         prepared(tmp_path / "o", ["Roses are red, violets blue."], vocab_size=257)
     with pytest.raises(ValueError, match="only enough words for .*: lower vocab_size, or use more"):
         prepare_text(tmp_path / "poem.txt", tmp_path / "o")
@@ -521,9 +493,7 @@ def test_a_text_too_small_or_uneven_is_told_so(tmp_path, capsys):
 
 def test_a_stray_byte_is_named_or_replaced(folder, tmp_path):
     (folder / "stray.txt").write_bytes("é".encode() * 60_000 + b"don\x92t")
-    with pytest.raises(
-        ValueError, match="stray.txt is .* 0x92 at offset 120003; .*--errors=replace"
-    ):
+    with pytest.raises(ValueError, match="stray.txt is .* 0x92 at offset 120003; .*--errors=replace"):
         prepare_text(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     prepare_text(folder, tmp_path / "out", "--errors=replace")
@@ -541,10 +511,7 @@ BAD_INPUTS = {
     "number.jsonl": (b'{"text": 3}\n', ["line 1 has no text field"]),
     "list.jsonl": (b"[1]\n", ["line 1 has no text field"]),
     "half.jsonl": (b'{"text": "\\ud800"}\n', ["half.jsonl, line 1", "surrogate"]),
-    "stray.jsonl": (
-        b'{"text": "x"}\n{"text": "\x92"}\n',
-        ["0x92 at offset 24", "--errors=replace"],
-    ),
+    "stray.jsonl": (b'{"text": "x"}\n{"text": "\x92"}\n', ["0x92 at offset 24", "--errors=replace"]),
     "docs.json": (b'[{"text": "x"}]', ["docs.json is JSON as a whole", ".jsonl"]),
     "docs.jsonl.gz": (gzip.compress(b"{}" * 99), ["docs.jsonl.gz is no text but binary"]),
     "docs.zip": (b"PK\x03\x04\x14\0\0\0\x08\0", ["docs.zip is no text but binary"]),
@@ -662,9 +629,7 @@ def test_the_command_of_a_damaged_dataset_makes_it_whole(folder, tmp_path):
     before, out = contents(tmp_path / "my data"), tmp_path / "moved"
     (tmp_path / "my data").rename(out)  # the command goes where the dataset lies
     os.truncate(out / "train_00000.bin", 100)
-    with pytest.raises(
-        ValueError, match="has 100 bytes, but .*: delete .*moved and prepare it again"
-    ):
+    with pytest.raises(ValueError, match="has 100 bytes, but .*: delete .*moved and prepare it again"):
         prepare_text(folder, out, "--val_fraction=0.2")
     with pytest.raises(ValueError, match="delete .*moved and prepare it again") as caught:
         Shards(out, "train", 300, 8)

@@ -89,11 +89,7 @@ def test_the_bigram_model_equals_a_slow_loop():
     draw = np.random.default_rng(0)
     V, train_ids = 12, draw.integers(0, 9, 200)  # ids 9 to 11 never occur
     x, y = draw.integers(0, 12, 60), draw.integers(0, 12, 60)
-    pairs, firsts, single = (
-        Counter(zip(train_ids, train_ids[1:])),
-        Counter(train_ids[:-1]),
-        Counter(train_ids),
-    )
+    pairs, firsts, single = (Counter(zip(train_ids, train_ids[1:])), Counter(train_ids[:-1]), Counter(train_ids))
     expected = []
     for a, b in zip(x, y):
         p_b = (single[b] + 1) / (200 + V)
@@ -138,16 +134,7 @@ def test_several_runs_give_one_table_and_one_figure(runs, tmp_path, capsys):
     mean, sd = sum(losses) / 2, abs(losses[0] - losses[1]) / math.sqrt(2)
     row = next(line for line in lines if line.startswith("| canonical"))
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    assert cells == [
-        "canonical",
-        "2",
-        "60,084",
-        "0",
-        "5,120",
-        f"{mean:.3f} ± {sd:.3f}",
-        cells[6],
-        cells[7],
-    ]
+    assert cells == ["canonical", "2", "60,084", "0", "5,120", f"{mean:.3f} ± {sd:.3f}", cells[6], cells[7]]
     assert "| bigram model" in lines[-1] and stored[0]["bigram"] == stored[3]["bigram"]
     assert (tmp_path / "compare.png").stat().st_size > 20_000
 
@@ -184,9 +171,7 @@ def with_change(runs: Path, tmp_path: Path, part: str, key: str, value: str) -> 
 
 def test_a_dataset_that_has_moved_is_named_by_data_dir(runs, dataset, tmp_path):
     run_dir = with_change(runs, tmp_path, "config", "data_dir", "gone/away")
-    with pytest.raises(
-        ValueError, match="gone/away, the dataset of .* is not there: say where by --data_dir"
-    ):
+    with pytest.raises(ValueError, match="gone/away, the dataset of .* is not there: say where by --data_dir"):
         evaluate_run(run_dir)
     moved = evaluate_run(run_dir, EvalConfig(data_dir=str(dataset)))
     assert moved["loss"] == evaluate_run(str(runs / "learned_1"))["loss"]
@@ -213,10 +198,7 @@ def test_samples_are_repeatable_and_seeds_differ(runs):
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("Document 1:")
     greedy = {sample(model, encoding, "Document", 60, temperature=0, seed=seed) for seed in (1, 2)}
     assert len(greedy) == 1
-    assert (
-        sample(model, encoding, "Document", 0) == "Document"
-        and sample(model, encoding, "", 0) == ""
-    )
+    assert sample(model, encoding, "Document", 0) == "Document" and sample(model, encoding, "", 0) == ""
 
 
 def test_any_prompt_can_be_continued(runs):

@@ -27,14 +27,7 @@ SPEC = tokenizers.bpe_spec(tokenizers.count_words(texts(50)), 340)  # stands for
 
 def make_text(i: int) -> str:
     """Documents of all sizes; every tenth has something odd in it."""
-    odd = [
-        "",
-        "  \n",
-        f"<|endoftext|> as text {i}",
-        f"{i}\r\nline\r\n",
-        f"{i} caf\u00e9",
-        f"\ufeff{i}",
-    ]
+    odd = ["", "  \n", f"<|endoftext|> as text {i}", f"{i}\r\nline\r\n", f"{i} caf\u00e9", f"\ufeff{i}"]
     words = " ".join(f"word{(i * k) % 97} and" for k in range(5 + i % 50))
     return f"Document {i}: {words}" if i % 10 else odd[i // 10 % len(odd)]
 

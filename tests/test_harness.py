@@ -77,13 +77,7 @@ def local_rows(task: str) -> list[dict]:
 def harness_model(folder: Path, block_size: int, batch_size: int):
     from lm_eval.models.huggingface import HFLM
 
-    return HFLM(
-        pretrained=str(folder),
-        device="cpu",
-        dtype="float32",
-        batch_size=batch_size,
-        max_length=block_size,
-    )
+    return HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=batch_size, max_length=block_size)
 
 
 def harness_scores(lm, rows: dict[str, list[dict]], monkeypatch) -> dict:
@@ -101,10 +95,7 @@ def harness_scores(lm, rows: dict[str, list[dict]], monkeypatch) -> dict:
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     out = simple_evaluate(lm, tasks=list(rows), log_samples=True, bootstrap_iters=0)
-    return {
-        name: (out["results"][name], sorted(out["samples"][name], key=lambda s: s["doc_id"]))
-        for name in rows
-    }
+    return {name: (out["results"][name], sorted(out["samples"][name], key=lambda s: s["doc_id"])) for name in rows}
 
 
 def export_model(model: GPT, spec: dict, folder: Path) -> None:
@@ -112,16 +103,12 @@ def export_model(model: GPT, spec: dict, folder: Path) -> None:
     export(model.state_dict() | table, vars(model.cfg), spec, "a test", str(folder))
 
 
-def compare(
-    model: GPT, spec: dict, folder: Path, rows: dict[str, list[dict]], monkeypatch, tmp_path
-) -> None:
+def compare(model: GPT, spec: dict, folder: Path, rows: dict[str, list[dict]], monkeypatch, tmp_path) -> None:
     export_model(model, spec, folder)
     theirs = harness_scores(harness_model(folder, model.cfg.block_size, 8), rows, monkeypatch)
     encoding = load_encoding(spec)
     for name, task_rows in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in task_rows)
-        )
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in task_rows))
         items = read_items(TASKS[name], str(tmp_path))
         requests, _ = make_requests(items, name, encoding, model.cfg.block_size)
         scores = iter(score(model, requests, name, RT))
@@ -144,16 +131,10 @@ def compare(
                     or ("acc_norm" not in one and one["acc"] == sample["acc"])
                 ), where
         for metric in TASKS[name].metrics:
-            assert metrics[metric] == pytest.approx(results[f"{metric},none"], rel=1e-5), (
-                name,
-                metric,
-            )
+            assert metrics[metric] == pytest.approx(results[f"{metric},none"], rel=1e-5), (name, metric)
             stderr = results.get(f"{metric}_stderr,none")
             if metric != "perplexity" and isinstance(stderr, float):
-                assert metrics[f"{metric}_stderr"] == pytest.approx(stderr, rel=1e-6), (
-                    name,
-                    metric,
-                )
+                assert metrics[f"{metric}_stderr"] == pytest.approx(stderr, rel=1e-6), (name, metric)
 
 
 def sharp_model(spec_size: int, **changes) -> GPT:
@@ -167,23 +148,13 @@ def sharp_model(spec_size: int, **changes) -> GPT:
     return model
 
 
-REAL = (
-    "hellaswag",
-    "piqa",
-    "lambada_openai",
-    "arc_easy",
-    "arc_challenge",
-    "openbookqa",
-    "winogrande",
-)
+REAL = ("hellaswag", "piqa", "lambada_openai", "arc_easy", "arc_challenge", "openbookqa", "winogrande")
 
 
 def test_a_random_model_on_every_real_item(tmp_path, monkeypatch):
     spec = gpt2_spec()
     rows = {name: local_rows(name) for name in REAL}
-    compare(
-        sharp_model(49152, input_mode="gf2"), spec, tmp_path / "hf", rows, monkeypatch, tmp_path
-    )
+    compare(sharp_model(49152, input_mode="gf2"), spec, tmp_path / "hf", rows, monkeypatch, tmp_path)
 
 
 def test_a_trained_run_with_its_own_tokenizer_on_every_real_item(dataset, tmp_path, monkeypatch):
@@ -195,11 +166,4 @@ def test_a_trained_run_with_its_own_tokenizer_on_every_real_item(dataset, tmp_pa
 
 
 def test_made_up_items_that_real_data_do_not_have(tmp_path, monkeypatch):
-    compare(
-        sharp_model(49152, block_size=64),
-        gpt2_spec(),
-        tmp_path / "hf",
-        MADE_UP,
-        monkeypatch,
-        tmp_path,
-    )
+    compare(sharp_model(49152, block_size=64), gpt2_spec(), tmp_path / "hf", MADE_UP, monkeypatch, tmp_path)

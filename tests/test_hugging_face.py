@@ -34,15 +34,7 @@ def exports(dataset, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("exports")
     for arm in ARMS:
         setting = [] if arm == "learned" else ["--code_symbols=pm1", "--code_shift=1"]
-        train(
-            [
-                TINY,
-                f"--data_dir={dataset}",
-                f"--out_dir={out}/{arm}",
-                f"--input_mode={arm}",
-                *setting,
-            ]
-        )
+        train([TINY, f"--data_dir={dataset}", f"--out_dir={out}/{arm}", f"--input_mode={arm}", *setting])
         eval_module.main([f"{out}/{arm}", f"--export={out}/{arm}_hf"])
     return out
 
@@ -51,13 +43,9 @@ def exports(dataset, tmp_path_factory) -> Path:
 def test_logits_and_greedy_tokens_equal(exports, arm):
     ours, theirs = build_model(load_checkpoint(exports / arm)), open_export(exports / f"{arm}_hf")
     torch.testing.assert_close(theirs(IDS).logits, ours(IDS), atol=1e-5, rtol=1e-5)
-    assert sum(p.numel() for p in theirs.parameters()) == ours.n_params() + (
-        0 if arm == "learned" else 512 * 36
-    )
+    assert sum(p.numel() for p in theirs.parameters()) == ours.n_params() + (0 if arm == "learned" else 512 * 36)
     prompt = IDS[:1, :5]
-    theirs_ids = theirs.generate(
-        prompt, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(prompt)
-    )
+    theirs_ids = theirs.generate(prompt, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(prompt))
     ours_ids = ours.generate(prompt, 20, temperature=0, stop_id=511)
     assert theirs_ids.tolist() == ours_ids.tolist()
 
@@ -65,23 +53,13 @@ def test_logits_and_greedy_tokens_equal(exports, arm):
 def test_the_table_of_an_export_is_the_code(exports):
     ours, theirs = build_model(load_checkpoint(exports / "gf2")), open_export(exports / "gf2_hf")
     table = theirs.get_input_embeddings().weight
-    assert torch.equal(table, ours.wte(torch.arange(512))) and set(table.unique().tolist()) == {
-        -1.0,
-        1.0,
-    }
+    assert torch.equal(table, ours.wte(torch.arange(512))) and set(table.unique().tolist()) == {-1.0, 1.0}
 
 
 def odd_texts() -> list[str]:
     draw = random.Random(0)
-    runs = [
-        "".join(draw.choice("=-#*a ") * draw.randrange(1, 40) for _ in range(6)) for _ in range(200)
-    ]
-    found = [
-        *texts(20),
-        ODD.replace("<|endoftext|>", ""),
-        *runs,
-        *(random_unicode(seed) for seed in range(100)),
-    ]
+    runs = ["".join(draw.choice("=-#*a ") * draw.randrange(1, 40) for _ in range(6)) for _ in range(200)]
+    found = [*texts(20), ODD.replace("<|endoftext|>", ""), *runs, *(random_unicode(seed) for seed in range(100))]
     folder = os.environ.get("BENCHMARK_DIR")
     for path in sorted(Path(folder).glob("*.jsonl")) if folder else []:
         found += path.read_text(encoding="utf-8").splitlines()
@@ -138,18 +116,10 @@ def test_another_tokenizer_beside_the_checkpoint_is_refused(exports, tmp_path):
     shutil.copytree(exports / "gf2", run_dir)
     spec = read_spec(exports / "gf2") | {"name": "another"}
     (run_dir / "tiktoken.json").write_text(json.dumps(spec, indent=0))
-    for args in (
-        ["--prompt=x"],
-        [f"--export={tmp_path / 'x'}"],
-        ["--tasks=piqa", f"--benchmark_dir={tmp_path}"],
-    ):
+    for args in (["--prompt=x"], [f"--export={tmp_path / 'x'}"], ["--tasks=piqa", f"--benchmark_dir={tmp_path}"]):
         if args[0].startswith("--tasks"):
-            (tmp_path / "piqa.jsonl").write_text(
-                '{"goal": "g", "sol1": "a", "sol2": "b", "label": 0}\n'
-            )
-        with pytest.raises(
-            ValueError, match="was trained with tokenizer bpe-512, but holds another"
-        ):
+            (tmp_path / "piqa.jsonl").write_text('{"goal": "g", "sol1": "a", "sol2": "b", "label": 0}\n')
+        with pytest.raises(ValueError, match="was trained with tokenizer bpe-512, but holds another"):
             eval_module.main([str(run_dir), *args])
 
 

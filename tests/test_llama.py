@@ -71,9 +71,7 @@ def test_logits_and_gradients_equal_llamas(arm):
         ]  # fmt: skip
         for module, expected in pairs:
             torch.testing.assert_close(module.weight.grad, expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(
-        model.lm_head.weight.grad, llama.lm_head.weight.grad, atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(model.lm_head.weight.grad, llama.lm_head.weight.grad, atol=1e-4, rtol=1e-4)
     if arm == "learned":
         table = llama.model.embed_tokens.weight.grad
         torch.testing.assert_close(model.wte.weight.grad, table, atol=1e-4, rtol=1e-4)

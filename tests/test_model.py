@@ -44,10 +44,7 @@ def test_parameter_counts(config, n_params, n_input):
 def test_the_1p7b_arms_have_the_papers_parts():
     model = meta_model("canonical_1p7b")
     C, L, H = 2048, 24, 8192
-    assert (
-        sum(p.numel() for p in model.blocks.parameters()) + C
-        == L * (4 * C * C + 3 * C * H + 2 * C) + C
-    )
+    assert sum(p.numel() for p in model.blocks.parameters()) + C == L * (4 * C * C + 3 * C * H + 2 * C) + C
     assert model.lm_head.weight.shape == (49152, 2048)
 
 
@@ -56,9 +53,7 @@ def test_backbones_are_equal_bit_by_bit_and_seeds_differ():
     assert set(weights["learned"]) - set(weights["canonical"]) == {"wte.weight"}
     assert set(weights["canonical"]) == set(weights["gf2"])
     for name, p in weights["canonical"].items():
-        assert torch.equal(p, weights["learned"][name]) and torch.equal(p, weights["gf2"][name]), (
-            name
-        )
+        assert torch.equal(p, weights["learned"][name]) and torch.equal(p, weights["gf2"][name]), name
     other = dict(make_model(seed=2).named_parameters())
     same = [name for name in other if torch.equal(other[name], weights["canonical"][name])]
     assert all("norm" in name for name in same), same
@@ -104,13 +99,9 @@ def test_attention_equals_a_slow_loop():
             weights = []
             for s in range(t + 1):
                 score = 0.0
-                for i in range(
-                    9
-                ):  # the pair (i, i + 9) as a complex number, turned by its position
+                for i in range(9):  # the pair (i, i + 9) as a complex number, turned by its position
                     angle = (t - s) * cfg.rope_theta ** (-2 * i / 18)
-                    a = complex(q[t, part][i], q[t, part][i + 9]) * complex(
-                        math.cos(angle), math.sin(angle)
-                    )
+                    a = complex(q[t, part][i], q[t, part][i + 9]) * complex(math.cos(angle), math.sin(angle))
                     b = complex(k[s, part][i], k[s, part][i + 9])
                     score += (a * b.conjugate()).real
                 weights.append(score / math.sqrt(18))
@@ -132,9 +123,7 @@ def test_rotation_keeps_lengths_and_depends_on_differences():
 def test_chunked_loss_equals_logits_then_cross_entropy(reduction):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(900, 16, generator=generator, requires_grad=True)
-    weight = (
-        torch.randn(49152, 16, generator=generator).mul(0.1).requires_grad_()
-    )  # 683 rows a chunk
+    weight = torch.randn(49152, 16, generator=generator).mul(0.1).requires_grad_()  # 683 rows a chunk
     targets = torch.randint(49152, (900,), generator=generator)
     targets[::7] = -1  # these do not count
     grads = []
@@ -166,9 +155,7 @@ def test_the_loss_is_float32_whatever_the_precision_of_the_products(reduction):
         loss.sum().backward()
         grads.append((loss.detach(), x.grad.float(), weight.grad))
     # The logits are rounded to bfloat16, by 1 in 256; the mean is far more exact.
-    torch.testing.assert_close(
-        grads[0][0], grads[1][0], rtol=3e-4 if reduction == "mean" else 4e-3, atol=0
-    )
+    torch.testing.assert_close(grads[0][0], grads[1][0], rtol=3e-4 if reduction == "mean" else 4e-3, atol=0)
     for got, expected in zip(grads[0][1:], grads[1][1:]):
         assert (got - expected).norm() < 0.02 * expected.norm()
 
@@ -198,9 +185,7 @@ def test_only_matrices_decay():
     cfg = TrainConfig(weight_decay=0.1)
     groups = make_optimizer(make_model(input_mode="learned"), cfg).param_groups
     assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
-    assert all(p.dim() == 2 for p in groups[0]["params"]) and all(
-        p.dim() == 1 for p in groups[1]["params"]
-    )
+    assert all(p.dim() == 2 for p in groups[0]["params"]) and all(p.dim() == 1 for p in groups[1]["params"])
     # 2 layers x (qkv, proj, gate_up, down), head and table; 2 norms per layer and the last
     assert [len(g["params"]) for g in groups] == [10, 5]
 
@@ -242,20 +227,13 @@ def trained_a_little() -> GPT:
 def test_the_cache_changes_neither_logits_nor_tokens():
     model = trained_a_little()
     cache = [KVCache() for _ in model.blocks]
-    steps = [model.hidden(IDS[:, :5], cache)] + [
-        model.hidden(IDS[:, t : t + 1], cache) for t in range(5, 32)
-    ]
+    steps = [model.hidden(IDS[:, :5], cache)] + [model.hidden(IDS[:, t : t + 1], cache) for t in range(5, 32)]
     logits = model.lm_head(torch.cat(steps, dim=1))
     torch.testing.assert_close(logits, model(IDS), atol=1e-5, rtol=1e-5)
     for temperature in (0.0, 1.0):  # 60 tokens: also past block_size, where the window slides
         a, b = (
             model.generate(
-                IDS[:, :3],
-                60,
-                temperature,
-                top_k=20,
-                use_cache=use_cache,
-                generator=torch.Generator().manual_seed(1),
+                IDS[:, :3], 60, temperature, top_k=20, use_cache=use_cache, generator=torch.Generator().manual_seed(1)
             )  # fmt: skip
             for use_cache in (True, False)
         )
@@ -273,9 +251,7 @@ def test_top_k_draws_from_the_k_likeliest_with_their_probabilities():
     model, prompt = trained_a_little(), IDS[:1, :4].expand(4000, 4)
     p = model(IDS[:1, :4])[0, -1].div(0.7).softmax(-1)
     best = p.topk(3)
-    out = model.generate(
-        prompt, 1, temperature=0.7, top_k=3, generator=torch.Generator().manual_seed(0)
-    )
+    out = model.generate(prompt, 1, temperature=0.7, top_k=3, generator=torch.Generator().manual_seed(0))
     counts = torch.bincount(out[:, -1], minlength=512)
     assert set(counts.nonzero().flatten().tolist()) <= set(best.indices.tolist())
     expected = best.values / best.values.sum()
@@ -332,10 +308,7 @@ def test_a_checkpoint_with_a_missing_or_foreign_key_is_refused():
     del broken["model"]["norm_f.weight"]
     with pytest.raises(ValueError, match="norm_f.weight"):
         build_model(broken)
-    renamed = {
-        "config": saved["config"],
-        "model": {f"module.{k}": v for k, v in saved["model"].items()},
-    }
+    renamed = {"config": saved["config"], "model": {f"module.{k}": v for k, v in saved["model"].items()}}
     with pytest.raises(ValueError, match="does not fit"):
         build_model(renamed)
     other = {"config": saved["config"] | {"n_layer": 1}, "model": saved["model"]}

@@ -44,11 +44,7 @@ def test_the_memory_of_the_large_run_is_that_of_a_trace(compiled, recompute, tra
     parts = memory(cfg, half=True, compiled=compiled)
     assert sum(parts.values()) / 1e9 == pytest.approx(traced_gb, rel=0.05)
     N = 1_711_376_384
-    assert [parts[key] for key in ("weights", "gradients", "AdamW's means")] == [
-        4 * N,
-        4 * N,
-        8 * N,
-    ]
+    assert [parts[key] for key in ("weights", "gradients", "AdamW's means")] == [4 * N, 4 * N, 8 * N]
     assert memory(config("learned_1p7b"), True, compiled)["16-bit weights"] == 2 * N  # no table
 
 

@@ -13,20 +13,9 @@ import pytest
 import tiktoken
 from conftest import assert_clean_error, run, texts
 
-from data.tokenizers import (
-    PATTERN,
-    bpe_spec,
-    count_words,
-    encode,
-    gpt2_spec,
-    load_encoding,
-    token_bytes,
-    train_bpe,
-)
+from data.tokenizers import PATTERN, bpe_spec, count_words, encode, gpt2_spec, load_encoding, token_bytes, train_bpe
 
-ODD = (
-    "naïve café, can't — 12345 it's\t  two  spaces\n\n\nend 😀 <|endoftext|> \x00\x1c\x85 日 _x_y "
-)
+ODD = "naïve café, can't — 12345 it's\t  two  spaces\n\n\nend 😀 <|endoftext|> \x00\x1c\x85 日 _x_y "
 
 
 def naive_bpe(words: Counter, n_tokens: int) -> list[bytes]:
@@ -175,9 +164,7 @@ def test_long_runs_in_gpt2s_own_pattern():
         text = f"start {run_of * 10**6} end"
         assert encoding.decode(encode(encoding, text)) == text
     rows = [" " * n + "word\n\n" for n in (1, 2, 999, 1000, 1001, 1002, 3000)]
-    whole = (
-        "".join(rows) + " " * 10**6 + "x"
-    )  # what is before the long run has the ids it always has
+    whole = "".join(rows) + " " * 10**6 + "x"  # what is before the long run has the ids it always has
     ids = encode(encoding, whole).tolist()
     before = encoding.encode_ordinary("".join(rows[:3]))
     assert ids[: len(before)] == before and encoding.decode(ids) == whole
@@ -185,11 +172,7 @@ def test_long_runs_in_gpt2s_own_pattern():
 
 def test_gpt2_out_of_reach_is_a_clean_error(tmp_path):
     (tmp_path / "a.txt").write_text("One. " * 9000, encoding="utf-8")
-    args = [
-        f"--input={tmp_path / 'a.txt'}",
-        f"--data_dir={tmp_path / 'd'}",
-        "--tokenizer=gpt2-49152",
-    ]
+    args = [f"--input={tmp_path / 'a.txt'}", f"--data_dir={tmp_path / 'd'}", "--tokenizer=gpt2-49152"]
     env = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty"), "HTTPS_PROXY": "http://127.0.0.1:9"}
     result = run("-m", "data.text", *args, **env)
     assert_clean_error(result, "GPT-2's vocabulary", "TIKTOKEN_CACHE_DIR")

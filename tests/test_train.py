@@ -32,10 +32,7 @@ TIMES = {"dt_ms", "tok_per_s", "memory_gb"}
 
 def rows_of(folder: Path, *but: str) -> list[dict]:
     """The metrics of a run without the clock's."""
-    return [
-        {key: value for key, value in row.items() if key not in TIMES | set(but)}
-        for row in read_metrics(folder)
-    ]
+    return [{key: value for key, value in row.items() if key not in TIMES | set(but)} for row in read_metrics(folder)]
 
 
 def assert_same_run(a: Path, b: Path, but: tuple = ()) -> None:
@@ -81,9 +78,7 @@ def first_batch(cfg: TrainConfig, step: int = 0, rt: Runtime = RT) -> torch.Tens
 def test_accumulation_follows_from_the_rest():
     cfg = TrainConfig(tokens_per_iter=2**21, batch_size=16, block_size=2048)
     assert [accumulation(cfg, ranks) for ranks in (1, 8, 64)] == [64, 8, 1]
-    with pytest.raises(
-        ValueError, match="16 x 2048 x 3 = 98304, got 2097152: use 2064384, 2162688 "
-    ):
+    with pytest.raises(ValueError, match="16 x 2048 x 3 = 98304, got 2097152: use 2064384, 2162688 "):
         accumulation(cfg, 3)
     with pytest.raises(ValueError, match="got 2097152: use 4194304 or another batch_size$"):
         accumulation(cfg, 128)
@@ -98,9 +93,7 @@ def test_the_rate_by_hand():
 def test_the_rate_is_within_bounds_for_every_legal_pair():
     for warmup in range(0, 16):
         for decay in range(0, 16):
-            cfg = TrainConfig(
-                learning_rate=3e-3, max_iters=10, warmup_iters=warmup, decay_iters=decay
-            )
+            cfg = TrainConfig(learning_rate=3e-3, max_iters=10, warmup_iters=warmup, decay_iters=decay)
             rates = [lr_at(step, cfg) for step in range(10)]
             assert all(0 < r <= 3e-3 and math.isfinite(r) for r in rates), (warmup, decay, rates)
 
@@ -158,13 +151,9 @@ def test_a_step_clips_the_gradient_and_zero_means_no_clipping():
         loss.backward()
         norm = torch.cat([p.grad.flatten() for p in before.parameters()]).norm()
         batches = iter([(ids[:, :-1], ids[:, 1:])])
-        got = train_step(
-            model, torch.optim.SGD(model.parameters(), lr=1.0), NO_SCALER, batches, 1, clip, RT
-        )
+        got = train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), NO_SCALER, batches, 1, clip, RT)
         assert got == pytest.approx((loss.item(), norm.item()), rel=1e-5)
-        moved = torch.cat(
-            [(p - q).flatten() for p, q in zip(model.parameters(), before.parameters())]
-        )
+        moved = torch.cat([(p - q).flatten() for p, q in zip(model.parameters(), before.parameters())])
         assert moved.norm().item() == pytest.approx(clip or norm.item(), rel=1e-3)
 
 
@@ -364,9 +353,7 @@ def test_compiling_changes_no_loss_and_no_key(tiny_argv, tmp_path):
     for key in ("loss", "grad_norm"):
         assert [r[key] for r in compiled] == pytest.approx([r[key] for r in eager], rel=1e-4)
     assert compiled[-1]["val_loss"] == pytest.approx(eager[-1]["val_loss"], rel=1e-4)
-    assert not [
-        key for key in load_checkpoint(tmp_path / "compiled")["model"] if "_orig_mod" in key
-    ]
+    assert not [key for key in load_checkpoint(tmp_path / "compiled")["model"] if "_orig_mod" in key]
 
 
 def test_one_ranks_own_fault_is_told_by_that_rank(tiny_argv, tmp_path, dataset):
@@ -378,9 +365,7 @@ def test_one_ranks_own_fault_is_told_by_that_rank(tiny_argv, tmp_path, dataset):
     ids[int(second[0]) * 32 + 5] = 60000
     ids.tofile(folder / "train_00000.bin")
     launcher = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = sys.argv[1:]\n"
-    launcher += (
-        "import data.shards; data.shards.SCAN_TOKENS = 0\n"  # as if the file were a large one
-    )
+    launcher += "import data.shards; data.shards.SCAN_TOKENS = 0\n"  # as if the file were a large one
     launcher += "from config import run_cli; from train import main; run_cli(main, 'train.py')"
     (tmp_path / "launch.py").write_text(launcher)
     t0 = time.time()
@@ -446,9 +431,7 @@ def test_a_damaged_checkpoint_is_named_and_no_code_in_it_runs(tiny_argv, tmp_pat
         main(tiny_argv("run", "--max_iters=30"))
 
 
-def test_a_full_disk_is_one_sentence_and_the_same_command_continues(
-    tiny_argv, tmp_path, monkeypatch
-):
+def test_a_full_disk_is_one_sentence_and_the_same_command_continues(tiny_argv, tmp_path, monkeypatch):
     main(tiny_argv("whole"))
     out, real_save = tmp_path / "run", torch.save
 
@@ -460,9 +443,7 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_continues(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full_save)
-        words = (
-            "cannot write .*ckpt_000015, is the disk full.*no space left.* same command continues"
-        )
+        words = "cannot write .*ckpt_000015, is the disk full.*no space left.* same command continues"
         with pytest.raises(OSError, match=words):
             main(tiny_argv("run", "--save_interval=5"))
     assert load_checkpoint(out)["step"] == 10 and not list(out.glob("*.tmp"))
@@ -480,9 +461,7 @@ def test_the_newest_checkpoints_stay_and_a_kill_leaves_no_half_of_one(tiny_argv,
     shutil.copytree(tmp_path / "run", tmp_path / "back")
     newest = tmp_path / "back" / "ckpt_000020"
     (newest / "optimizer.pt").unlink()
-    with pytest.raises(
-        ValueError, match="optimizer.pt is missing: put it back, or delete .*000020 "
-    ):
+    with pytest.raises(ValueError, match="optimizer.pt is missing: put it back, or delete .*000020 "):
         main(tiny_argv("back", *args, "--max_iters=21"))
     assert load_checkpoint(tmp_path / "back")["step"] == 20  # enough to evaluate and to sample
     shutil.rmtree(newest)
