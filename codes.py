@@ -65,10 +65,7 @@ def gf2_inverse(A: Tensor) -> Tensor:
 
 
 def random_invertible(K: int, generator: torch.Generator) -> Tensor:
-    """
-    A uniform draw from GL(K, 2), by rejection. A random 0/1 matrix is invertible with probability
-    (1 - 1/2)(1 - 1/4) ... (1 - 1/2^K), about 0.29 for large K, so a few draws are enough.
-    """
+    """A uniform draw from GL(K, 2): about 0.29 of all large 0/1 matrices have an inverse."""
     while True:
         A = torch.randint(0, 2, (K, K), generator=generator)
         try:
@@ -103,7 +100,7 @@ def recode(bits: Tensor, A: Tensor, b: Tensor) -> Tensor:
 
         c~ = A c + b  (mod 2),    A in GL(K, 2), or R such matrices stacked
 
-    Bits (..., K), A (R K, K), b (R K,), all of one dtype -> (..., R K).
+    Bits (..., K), A (R K, K), b (R K,) of one dtype -> (..., R K).
     """
     # Tokens are rows, so A c is written c A^T. Sums are at most K + 1: exact even in bfloat16.
     return (bits @ A.T + b) % 2

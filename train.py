@@ -187,8 +187,7 @@ def train_step(
         scaler.update()
     else:
         loss = math.nan
-    # DDP keeps its own memory for gradients, so that freeing them would only hold them twice.
-    optimizer.zero_grad(set_to_none=not parallel)
+    optimizer.zero_grad(set_to_none=not parallel)  # DDP keeps the gradients' memory in any case
     return loss, norm
 
 
@@ -252,9 +251,9 @@ def prepare_default_data(vocab_size: int) -> None:
 
 def print_header(cfg: TrainConfig, model: GPT, n_tokens: int, rt: Runtime) -> None:
     rt.log("settings (* = not the default)")
-    for setting in fields(cfg):
-        value = getattr(cfg, setting.name)
-        rt.log(f"  {' ' if value == setting.default else '*'} {setting.name} = {value}")
+    for field in fields(cfg):
+        value = getattr(cfg, field.name)
+        rt.log(f"  {' ' if value == field.default else '*'} {field.name} = {value}")
     n_input = sum(p.numel() for p in model.wte.parameters())
     tokens = cfg.max_iters * cfg.tokens_per_iter
     way = "compiled" if rt.precision.compile else "eager"
@@ -319,8 +318,8 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
             shutil.copy(Path(cfg.data_dir, tokenizers.FILE_NAME), out_dir)
             runs.start_metrics(out_dir, step, asdict(cfg))
         if saved:
-            rate = f"{metrics['lr']:.2e} -> {lr_at(min(step, cfg.max_iters - 1), cfg):.2e}"
-            rt.log(f"continuing {out_dir} after step {step}, learning rate {rate}")
+            now = lr_at(min(step, cfg.max_iters - 1), cfg)
+            rt.log(f"continuing after step {step}, learning rate {metrics['lr']:.2e} -> {now:.2e}")
         validation = (raw_model, val_data, n_bytes, rt, cfg.batch_size, cfg.eval_tokens)
         if saved and step not in recorded:  # a kill came between this checkpoint and its row
             if is_due(step, cfg.eval_interval, cfg):

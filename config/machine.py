@@ -58,10 +58,7 @@ def choose(
         raise ValueError(f"dtype=float16 needs a CUDA device, not {device}: use float32 or auto")
     can_compile = can_build and (device == "cpu" or (device == "cuda" and capability >= (7, 0)))
     if compile == "True" and not can_compile:
-        raise ValueError(
-            "torch.compile does not work here (it needs a C++ compiler, and no GPU below compute "
-            "capability 7): use compile=False or auto"
-        )
+        raise ValueError("compile=True needs a C++ compiler, and a GPU, if any, of capability 7.0")
     compiled = can_compile and (compile == "True" or (compile == "auto" and device == "cuda"))
     flash = device == "cuda" and capability >= (8, 0) and dtype != "float32"
     return Precision(device, dtype, scaler=dtype == "float16", compile=compiled, flash=flash)
@@ -147,8 +144,8 @@ class Runtime:
                 F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
         except RuntimeError as error:
             raise ValueError(
-                f"no fused attention here takes heads of width {head_dim}: choose n_head so that "
-                "n_embd / n_head is a multiple of 8 and at most 256, or dtype=float32"
+                f"no fused attention here takes heads of width {head_dim}: choose n_head so that it "
+                "is a multiple of 8 and at most 256, or dtype=float32"
             ) from error
 
     def peak_memory_gb(self) -> float | None:
@@ -195,10 +192,8 @@ def setup_runtime(device: str, dtype: str = "float32", compile: str = "False") -
     if precision.device == "cuda":
         n_local = int(env.get("LOCAL_WORLD_SIZE", 1))
         if n_local > torch.cuda.device_count():
-            raise ValueError(
-                f"{n_local} processes need as many GPUs, this machine has "
-                f"{torch.cuda.device_count()}: lower --nproc_per_node, or use device=cpu"
-            )
+            n_gpus = torch.cuda.device_count()
+            raise ValueError(f"--nproc_per_node={n_local} needs as many GPUs, here are {n_gpus}")
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)
         if precision.dtype != "float32":
@@ -268,7 +263,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise OSError(
-            f"cannot write {path} ({error.strerror}): it is as it was; make room"
+            f"cannot write {path} ({error.strerror}), it is as it was: make room"
         ) from error
 
 
@@ -295,18 +290,13 @@ def folder_lock(folder: Path) -> Iterator[None]:
         with open(lock, "xb") as f:
             f.write(own)
     except FileExistsError:
-        before = content()
-        for _ in range(50):
+        before, t0 = content(), time.monotonic()
+        while time.monotonic() - t0 < 5:
             time.sleep(0.1)
             if content() != before:
-                break
-        else:
-            lock.write_bytes(own)
-            time.sleep(0.5)  # of several that take it over at once, the last to write has it
-        if content() != own:
-            raise ValueError(
-                f"{folder} is in use, a process renews {lock}: wait, or choose another folder"
-            ) from None
+                words = f"{folder} is in use, a process renews {lock}: wait, or use another folder"
+                raise ValueError(words) from None
+        lock.write_bytes(own)
     thread = threading.Thread(target=renew, daemon=True)
     thread.start()
     try:
