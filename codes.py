@@ -4,16 +4,17 @@ Fixed token codes: from a token id to the vector that a Transformer reads, with 
     id          t = 5                            of a vocabulary of V = 8 tokens
     bits        c = (1, 0, 1)                    K = 3 bits, least significant first: 1 + 0 + 4
 
-                    1 1 0                        A is invertible over GF(2), the field of the two
-    recoded     A = 0 1 0    A c = (1, 0, 0)     numbers 0 and 1: addition is XOR, multiplication
-                    1 0 1                        is AND. Last row: 1*1 + 0*0 + 1*1 = 2 = 0 (mod 2)
+                    1 1 0
+    recoded     A = 0 1 0    A c = (1, 0, 0)     row by row: 1 + 0, 0, 1 + 1 = 0 (mod 2)
+                    1 0 1
 
     repeated    canonical    (1, 0, 1,  1, 0, 1,  1, 0, 1)    to width C = 9
                 gf2          (1, 0, 0,  1, 0, 0,  1, 0, 0)
 
-"canonical" leaves the bits as they are: A is the identity. "gf2" draws A from GL(K, 2), the group
-of all invertible K x K matrices over GF(2). No two tokens share a vector, and token 0 reads a zero
-vector (unless a shift b is added, or symbols="pm1" writes each 0 as -1).
+"canonical" leaves the bits as they are: A is the identity. "gf2" draws A from GL(K, 2), all
+invertible K x K matrices over GF(2), the field of the two numbers 0 and 1, where addition is XOR
+and multiplication is AND. No two tokens share a vector, and token 0 reads a zero vector (unless a
+shift b is added, or symbols="pm1" writes each 0 as -1).
 
 Letters: V vocabulary, K code bits, R recodings, C width. The codes are the paper's
 (arXiv:2610.04002), the shift b its predecessor's (arXiv:2605.09751); the symbols -1/+1, the scale
@@ -87,11 +88,11 @@ def make_code(
     if input_mode not in ("canonical", "gf2"):
         raise ValueError(f"input_mode of a fixed code must be canonical or gf2, got {input_mode!r}")
     generator = torch.Generator("cpu").manual_seed(seed)
-    blocks = [torch.eye(n_bits, dtype=torch.int64)] * (input_mode == "canonical")
+    blocks = [torch.eye(n_bits, dtype=torch.int64)] if input_mode == "canonical" else []
     while len(blocks) < recodings:
         blocks.append(random_invertible(n_bits, generator))
     b = torch.randint(0, 2, (recodings * n_bits,), generator=generator)
-    return torch.cat(blocks), b if shift else torch.zeros_like(b)
+    return torch.cat(blocks), (b if shift else torch.zeros_like(b))
 
 
 def recode(bits: Tensor, A: Tensor, b: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ class FixedTokenCode(nn.Module):
         ids (...)  ->  bits (..., K)  ->  recoded (..., R K)  ->  repeated C / (R K) times (..., C)
 
     Bits are written as 0 and 1, or -1 and +1 ("pm1"), times `scale`. n_bits = 0: ceil(log2 V).
-    A checkpoint carries its code. Raises ValueError for a code that cannot separate V tokens.
+    A and b are buffers, so a checkpoint holds them. Raises ValueError for a code that does not fit.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class FixedTokenCode(nn.Module):
         super().__init__()
         least = min_bits(vocab_size)
         K = n_bits or least
-        if not least <= K <= 62:
+        if not least <= K <= 62:  # ids are int64
             raise ValueError(
                 f"n_bits must be 0 or {least} to 62 for {vocab_size} ids, got {n_bits}"
             )
@@ -140,7 +141,7 @@ class FixedTokenCode(nn.Module):
                 f"n_embd must be a multiple of {period} (recodings x bits), got {n_embd}: "
                 f"use {' or '.join(map(str, near))}"
             )
-        with torch.device("cpu"):  # the same draws wherever the model is built
+        with torch.device("cpu"):  # the generator's, where a model may be built on a GPU
             A, b = make_code(input_mode, K, seed, shift, recodings)
             low = 0.0 if symbols == "01" else -scale
             self.register_buffer("A", A.to(torch.uint8))  # (R K, K)
@@ -149,7 +150,7 @@ class FixedTokenCode(nn.Module):
         self.num_embeddings, self.embedding_dim = vocab_size, n_embd
 
     def forward(self, ids: Tensor) -> Tensor:
-        zero, one = self.symbols
+        zero, one = self.symbols  # in the dtype that .to(dtype) has given the module
         A, b = self.A.to(one.dtype), self.b.to(one.dtype)
         bits = token_bits(ids, A.size(1)).to(one.dtype)  # (..., K)
         x = zero + (one - zero) * recode(bits, A, b)  # (..., R K)
@@ -167,16 +168,16 @@ class FixedTokenCode(nn.Module):
 def main(argv: list[str]) -> None:
     """Print what ids become on their way to the Transformer, and draw the first 64 codes."""
     ids = [int(text) if text.isdecimal() else -1 for text in argv] or [0, 1, 5, 49151]
-    if not all(0 <= t < 49152 for t in ids):
+    if not all(0 <= t < 49152 for t in ids):  # -1 stands for what is no number
         sys.exit(f"codes.py: error: token ids go from 0 to 49151, got {' '.join(argv)}")
-    modes = {mode: FixedTokenCode(49152, 48, mode) for mode in ("canonical", "gf2")}
+    modes = {mode: FixedTokenCode(49152, 3 * 16, mode) for mode in ("canonical", "gf2")}
     for t in ids:
         print(f"token {t}")
         for mode, code in modes.items():
             x = code(torch.tensor(t))  # (C,)
             copies = ["".join(str(int(bit)) for bit in copy) for copy in x.split(16)]
             print(f"  {mode:9}  {' '.join(copies)}  ->  {int(code.decode(x))}")
-    os.environ["MPLBACKEND"] = "agg"  # needs no display
+    os.environ["MPLBACKEND"] = "agg"  # a notebook names a backend that may not exist here
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 5), layout="constrained")

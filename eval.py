@@ -239,32 +239,38 @@ def measure(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> dict:
     }
 
 
+def task_requests(run: str, saved: dict, items: dict[str, list[Item]]) -> dict[str, tuple]:
+    """Of each task, the requests in the run's tokens, and how many contexts were cut."""
+    encoding, T = load_encoding(runs.read_tokenizer(run, saved)), saved["config"]["block_size"]
+    return {name: benchmarks.make_requests(items[name], name, encoding, T) for name in items}
+
+
 def benchmark(
     run: str, saved: dict, items: dict[str, list[Item]], cfg: EvalConfig, rt: Runtime
 ) -> dict:
     """The metrics of a run on each task."""
-    model, encoding = build_model(saved, rt.device), load_encoding(runs.read_tokenizer(run, saved))
-    T = model.cfg.block_size
-    requests = {name: benchmarks.make_requests(items[name], name, encoding, T) for name in items}
+    model, requests = build_model(saved, rt.device), task_requests(run, saved, items)
     results = {}
-    for task in benchmarks.find_tasks(",".join(items)):
-        scores = iter(score(model, requests[task.name][0], task.name, rt))
-        lls, greedy = [], []
-        for item in items[task.name]:
-            pairs = [next(scores) for _ in item.pairs]
-            lls.append([ll for ll, _ in pairs])
-            greedy.append([likeliest for _, likeliest in pairs])
-        results[task.name] = benchmarks.task_metrics(task, items[task.name], lls, greedy) | {
-            "limited": len(lls) < task.size,
-            "requests_cut": requests[task.name][1],
+    for name, task_items in items.items():
+        task, (pairs, n_cut) = benchmarks.TASKS[name], requests[name]
+        scores = iter(score(model, pairs, name, rt))
+        by_item = [[next(scores) for _ in item.pairs] for item in task_items]
+        lls = [[ll for ll, _ in scored] for scored in by_item]
+        greedy = [[likeliest for _, likeliest in scored] for scored in by_item]
+        results[name] = benchmarks.task_metrics(task, task_items, lls, greedy) | {
+            "limited": len(task_items) < task.size,
+            "requests_cut": n_cut,
             "source": cfg.benchmark_dir or f"{task.hub_id}@{task.revision}",
         }
         if cfg.save_items and rt.rank == 0:
-            lines = []
-            for i, item in enumerate(items[task.name]):
+            text = ""
+            for i, item in enumerate(task_items):
                 row = {"item": i, "gold": item.gold, "ll": lls[i], "greedy": greedy[i]}
-                lines.append(json.dumps(row) + "\n")
-            write_atomically(Path(run, f"items_{task.name}.jsonl"), "".join(lines))
+                text += json.dumps(row) + "\n"
+            try:
+                write_atomically(Path(run, f"items_{name}.jsonl"), text)
+            except OSError as error:
+                print(f"warning: {error}")  # the table is worth more
     return {"tasks": results}
 
 
@@ -296,9 +302,8 @@ def print_losses(results: list[dict]) -> None:
     """A line per group, mean and standard deviation over its seeds, the best loss first."""
     head = "model,seeds,parameters,in the input,training tokens,validation loss,perplexity"
     lines = [[*head.split(","), "bits per byte"]]
-    for group in sorted(
-        grouped(results), key=lambda group: statistics.mean(r["loss"] for r in group)
-    ):
+    groups = sorted(grouped(results), key=lambda group: statistics.mean(r["loss"] for r in group))
+    for group in groups:
         first = group[0]
         line = [first["input"], str(len(group))]
         line += [f"{first[key]:,}" for key in ("n_params", "n_input_params", "train_tokens")]
@@ -439,19 +444,20 @@ def main(argv: list[str]) -> None:
     tasks = benchmarks.find_tasks(cfg.tasks) if cfg.tasks else []
     rt = setup_runtime(cfg.device, "float32" if tasks and cfg.dtype == "auto" else cfg.dtype)
     saved, results = {run: runs.load_checkpoint(run) for run in names}, []
+    if "prompt" in given or cfg.export:
+        for run in names:
+            rt.on_first(export_run if cfg.export else print_sample, run, saved[run], cfg, rt)
+        return close_processes(rt)
     items = {t.name: benchmarks.read_items(t, cfg.benchmark_dir, max(cfg.limit, 0)) for t in tasks}
+    for run in names[1:] if tasks else []:  # what does not fit is said before anything is scored
+        task_requests(run, saved[run], items)
     for run in names:
-        if "prompt" in given or cfg.export:
-            if rt.rank == 0:
-                job = export_run if cfg.export else print_sample
-                job(run, saved[run], cfg, rt)
-            continue
         if tasks:
             result = benchmark(run, saved[run], items, cfg, rt)
         else:
             result = measure(run, saved[run], cfg, rt)
         results.append(runs.describe(run, saved[run]) | result)
-    if results and rt.rank == 0:
+    if rt.rank == 0:
         print_tasks(results, tasks) if tasks else print_losses(results)
         if len(results) > 1 and not tasks:
             draw(Path(cfg.out_dir, "compare.png"), 2, plot_comparison, results)

@@ -6,7 +6,7 @@ A compact Llama-shaped GPT whose input is the question: a learned table or a fix
 - wte is nn.Embedding ("learned") or codes.FixedTokenCode ("canonical", "gf2"): nothing else differs
 - RMSNorm (arXiv:1910.07467), rotary positions (arXiv:2104.09864), SwiGLU (arXiv:2002.05202)
 - no biases, no dropout, an output head of its own (untied)
-- every parameter has its own random generator, so all models of one seed share their first weights
+- every parameter has its own random generator, so models of one seed share their initial weights
 
 Letters: B batch, T time, C width, H heads, D head width, F hidden width of the MLP, V vocabulary.
 """
@@ -30,7 +30,7 @@ IGNORE = -1  # a target that does not count
 
 
 @dataclass
-class GPTConfig(Settings):
+class GPTConfig(Settings):  # which checks the types; at_least() raises ValueError
     input_mode: Literal["learned", "canonical", "gf2"] = "canonical"  # what the model reads
     vocab_size: int = 2048  # V, the number of token ids
     block_size: int = 128  # T, the longest context in tokens
@@ -43,7 +43,7 @@ class GPTConfig(Settings):
     code_bits: int = 0  # K, bits of a code; 0 = the minimum, ceil(log2 V)
     code_seed: int = 0  # draws the recoding of gf2
     code_symbols: Literal["01", "pm1"] = "01"  # write bits as 0 and 1, or as -1 and +1
-    code_scale: float = 1.0  # times this
+    code_scale: float = 1.0  # what both symbols are multiplied by
     code_shift: bool = False  # add a random shift b: affine instead of linear
     code_recodings: int = 1  # R different recodings side by side before repeating
     seed: int = 1  # draws the weights and the data order
@@ -76,8 +76,8 @@ def rotary_table(block_size: int, head_dim: int, theta: float) -> tuple[Tensor, 
     cos and sin of the angle t theta^(-2 i / D) by which position t turns pair i, both (T, D).
     Pair i is (x_i, x_{i + D/2}), so the D/2 angles of a position stand twice, side by side.
     """
-    pair = torch.arange(0, head_dim, 2).float() / head_dim  # (D / 2,), 2 i / D
-    angle = torch.outer(torch.arange(block_size).float(), theta**-pair)  # (T, D / 2)
+    exponent = torch.arange(0, head_dim, 2).float() / head_dim  # (D / 2,), 2 i / D
+    angle = torch.outer(torch.arange(block_size).float(), theta**-exponent)  # (T, D / 2)
     angle = torch.cat([angle, angle], dim=-1)  # (T, D)
     return angle.cos(), angle.sin()
 
@@ -109,13 +109,13 @@ class CausalSelfAttention(nn.Module):
         k = rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.append(k, v)
-        # softmax(q k^T / sqrt(D)) v over the past. One query with a cache sees all that is in it.
+        # softmax(q k^T / sqrt(D)) v over the past. T = 1 is a new token that sees all of a cache.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # (B, H, T, D)
         return self.proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * gain. The output keeps x's dtype, with or without autocast."""
+    """x / sqrt(mean(x^2) + eps) * gain, computed in float32 and returned in x's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float()).to(x.dtype)
@@ -178,7 +178,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_matrix(self, name: str, p: nn.Parameter) -> None:
         """
-        N(0, 0.02), from a generator seeded by (seed, name): nothing else changes a draw. The
+        N(0, 0.02), from a generator seeded by (seed, name): no other parameter changes it. The
         2 n_layer matrices that add to x start smaller, so that their sum does not grow with depth.
         """
         digest = hashlib.sha256(f"{self.cfg.seed} {name}".encode()).digest()
@@ -186,7 +186,7 @@ class GPT(nn.Module):
         adds_to_x = name.endswith(("proj.weight", "down.weight"))
         std = 0.02 / math.sqrt(2 * self.cfg.n_layer) if adds_to_x else 0.02
         generator = torch.Generator("cpu").manual_seed(seed)
-        if not p.is_meta:  # a meta tensor has a shape and no numbers
+        if not p.is_meta:  # where only shapes are asked for, there are no numbers
             p.copy_(torch.empty(p.shape, device="cpu").normal_(0, std, generator=generator))
 
     def hidden(self, ids: Tensor, cache: list[KVCache] | None = None) -> Tensor:
@@ -198,7 +198,7 @@ class GPT(nn.Module):
         x = self.wte(ids)  # (B, T, C)
         kind = x.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))  # the same precision for every input
+            x = x.to(torch.get_autocast_dtype(kind))  # the stream x, the same for table and code
         cos, sin = self.cos[start:end], self.sin[start:end]  # (T, D)
         for i, block in enumerate(self.blocks):
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -220,8 +220,8 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> int:
         """
-        Forward plus backward at full context (arXiv:2204.02311, appendix B): 6 per weight that
-        multiplies, which a table's do not, and 12 n_layer C T for q k^T and the sum of values.
+        Forward plus backward at full context (arXiv:2204.02311, appendix B): 6 per weight, except
+        a table's, which is looked up, and 12 n_layer C T for q k^T and the sum of values.
         """
         cfg = self.cfg
         table = sum(p.numel() for p in self.wte.parameters())
@@ -234,7 +234,7 @@ class GPT(nn.Module):
         max_new_tokens: int,
         temperature: float = 1.0,
         top_k: int = 0,
-        stop_id: int = -1,
+        stop_id: int = -1,  # no token has this id: never stop
         generator: torch.Generator | None = None,
         use_cache: bool = True,
     ) -> Tensor:
@@ -272,7 +272,7 @@ class GPT(nn.Module):
         return ids
 
 
-# --- what makes it fast --------------------------------------------------------
+# --- what makes it fast, and loading -------------------------------------------
 
 
 class KVCache:
@@ -306,7 +306,7 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Ten
         return F.cross_entropy(logits, targets, reduction=reduction, ignore_index=IGNORE)
     options = nn.LinearCrossEntropyOptions(
         chunking_method=None,
-        batch_chunk_size=max(1, min(len(x), 2**27 // 4 // len(weight))),
+        batch_chunk_size=max(1, min(len(x), 2**27 // 4 // len(weight))),  # rows
         allow_retain_graph=torch.compiler.is_compiling(),  # the form that compile can trace
     )
     return F.linear_cross_entropy(
@@ -323,7 +323,7 @@ def load_weights(model: GPT, weights: dict[str, Tensor]) -> None:
 
 
 def build_model(saved: dict, device: str | torch.device = "cpu") -> GPT:
-    """The model of a checkpoint (data/runs.py), with its weights and its code."""
+    """The model of a checkpoint (data/runs.py). Settings younger than it have their defaults."""
     names = {field.name for field in fields(GPTConfig)}
     model = GPT(GPTConfig(**{key: saved["config"][key] for key in names & set(saved["config"])}))
     load_weights(model, saved["model"])

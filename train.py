@@ -78,7 +78,7 @@ class TrainConfig(Recipe):
     activation_checkpointing: bool = False  # save memory: compute each block twice
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of the products
-    compile: Literal["auto", "True", "False"] = "auto"  # torch.compile the training step
+    compile: Literal["auto", "True", "False"] = "auto"  # torch.compile training; auto = on a GPU
 
     def __post_init__(self):
         super().__post_init__()
@@ -111,21 +111,21 @@ def accumulation(cfg: TrainConfig, world_size: int) -> int:
 
 def get_batches(data: Shards, cfg: TrainConfig, step: int, rt: Runtime) -> Iterator[tuple]:
     """
-    Inputs and targets (B, T), micro-batch after micro-batch, from a step on: B is batch_size and T
-    block_size. A thread reads the next one while this one is at work, so that reading is free.
+    Inputs and targets (B, T), micro-batch after micro-batch, beginning with those of `step`: B is
+    batch_size, T block_size. A thread reads one ahead, so that the step need not wait for the disk.
     """
 
     def read(micro: int) -> Tensor:
-        """This rank's windows (B, T + 1) of the run's micro-batch of that number."""
-        first = (micro * rt.world_size + rt.rank) * cfg.batch_size
-        numbers = window_numbers(first, cfg.batch_size, data.n_windows, cfg.seed)
+        """This rank's part (B, T + 1) of micro-batch number `micro` of the run."""
+        position = (micro * rt.world_size + rt.rank) * cfg.batch_size  # in the shuffled windows
+        numbers = window_numbers(position, cfg.batch_size, data.n_windows, cfg.seed)
         return torch.from_numpy(data.windows(numbers))
 
     first = step * accumulation(cfg, rt.world_size)
     with ThreadPoolExecutor(1) as reader:
         ahead = reader.submit(read, first)
-        for micro in itertools.count(first + 1):
-            tokens, ahead = ahead.result(), reader.submit(read, micro)
+        for upcoming in itertools.count(first + 1):
+            tokens, ahead = ahead.result(), reader.submit(read, upcoming)
             if rt.device.type == "cuda":
                 tokens = tokens.pin_memory()  # so that copying it need not be waited for
             tokens = tokens.to(rt.device, non_blocking=True)
@@ -165,7 +165,8 @@ def train_step(
 ) -> tuple[float, float]:
     """
     One optimizer step from the next accum micro-batches. Returns the mean loss over all ranks and
-    the gradient's norm. If either is not finite, nothing is updated and the loss returned is nan.
+    the gradient's norm. If either is not finite, nothing is updated, and the loss returned is nan
+    unless it is a float16 gradient that has overflown: the scaler then lowers its scale.
     """
     parallel = isinstance(model, DDP)
     total = torch.zeros((), device=rt.device)
@@ -180,14 +181,13 @@ def train_step(
         total += loss.detach()
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf).item()
-    loss = rt.sum(total.item())[0] / rt.world_size
-    # A float16 gradient may overflow: the scaler then skips the step and lowers its scale.
+    (loss,) = rt.sum(total.item() / rt.world_size)
     if math.isfinite(loss) and (math.isfinite(norm) or scaler.is_enabled()):
         scaler.step(optimizer)
         scaler.update()
     else:
         loss = math.nan
-    optimizer.zero_grad(set_to_none=not parallel)  # DDP keeps the gradients' memory in any case
+    optimizer.zero_grad(set_to_none=not parallel)  # DDP's gradients are views of its buckets
     return loss, norm
 
 
@@ -198,16 +198,10 @@ def recipe_of(cfg: Recipe) -> dict:
     return {field.name: getattr(cfg, field.name) for field in fields(Recipe)}
 
 
-def is_finite(model: GPT, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a checkpoint of these would hold finite numbers only."""
-    moments = [t for state in optimizer.state.values() for t in state.values()]
-    return all(bool(t.isfinite().all()) for t in [*model.parameters(), *moments])
-
-
 def find_checkpoint(cfg: TrainConfig, data: Shards) -> dict | None:
     """
     The checkpoint to continue from, if out_dir holds one. Raises ValueError if it is of another
-    run: one with another recipe (except max_iters, which may grow) or other data.
+    run: one with another recipe (except max_iters, which may change) or other data.
     """
     if not runs.checkpoints(cfg.out_dir):
         return None
@@ -233,7 +227,8 @@ def start_from(model: GPT, run_dir: str) -> None:
     """Take the weights of another run. Ids that are new here keep the rows drawn for them."""
     weights, own = runs.load_checkpoint(run_dir)["model"], model.state_dict()
     for name in {"wte.weight", "lm_head.weight"} & set(weights) & set(own):
-        weights[name] = torch.cat([weights[name], own[name][len(weights[name]) :].cpu()])
+        old = weights[name]  # (V then, C)
+        weights[name] = torch.cat([old, own[name][len(old) :].cpu()])  # (V now, C)
     load_weights(model, weights)
 
 
@@ -268,28 +263,28 @@ accumulation x {rt.world_size} ranks = {cfg.tokens_per_iter:,}
 def train(cfg: TrainConfig, rt: Runtime) -> int:
     """Train from wherever the run stands to max_iters. Returns the process's exit status."""
     accum = accumulation(cfg, rt.world_size)
-    rt.check_agreement(asdict(cfg) | {"PyTorch": torch.__version__})
-    rt.check_attention(cfg.n_embd // cfg.n_head)
+    rt.check_agreement(asdict(cfg) | {"PyTorch": torch.__version__})  # on all ranks
+    rt.check_attention(cfg.n_embd // cfg.n_head)  # that the GPU's kernel takes heads so wide
 
     # data
     if Path(cfg.data_dir) == Path(DEFAULT_DATA):
-        rt.on_first(prepare_default_data, cfg.vocab_size)
+        rt.on_first(prepare_default_data, cfg.vocab_size)  # on rank 0; the others wait
     train_data = Shards(cfg.data_dir, "train", cfg.vocab_size, cfg.block_size)
     val_data = Shards(cfg.data_dir, "val", cfg.vocab_size, cfg.block_size)
     spec = tokenizers.read_spec(cfg.data_dir)
-    encoding, n_bytes = tokenizers.load_encoding(spec), tokenizers.token_bytes(spec)
+    encoding, token_bytes = tokenizers.load_encoding(spec), tokenizers.token_bytes(spec)
     saved = find_checkpoint(cfg, train_data)
     step, metrics = (saved["step"], saved["metrics"]) if saved else (0, {})
     rt.check_agreement({"tokens": train_data.n_tokens, "the step of the last checkpoint": step})
 
     # model
-    with rt.device:  # built where it computes
+    with rt.device:  # weights are made where they compute; .to() takes the rest there
         raw_model = GPT(cfg, cfg.activation_checkpointing).to(rt.device)
     if saved:
         load_weights(raw_model, saved["model"])
     elif cfg.init_from:
         start_from(raw_model, cfg.init_from)
-    # One graph of one shape: evaluation and sampling use raw_model, which stays as it is.
+    # One graph of one shape, made at the first call. Evaluation and sampling use raw_model.
     compiled = torch.compile(raw_model, fullgraph=True, dynamic=False)
     model = compiled if rt.precision.compile else raw_model
     if rt.world_size > 1:
@@ -301,13 +296,12 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
     if saved:
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": saved["optimizer"], "param_groups": groups})
-        torch.set_rng_state(saved["rng"])
         if saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
 
     # the run's folder
     out_dir = Path(cfg.out_dir)
-    recorded = {row["step"] for row in runs.read_metrics(out_dir)}
+    recorded = {row["step"] for row in runs.read_metrics(out_dir)}  # a kill may leave the last out
     if step >= cfg.max_iters and step in recorded:
         rt.log(f"{out_dir} is finished: {step} steps; python eval.py {shlex.quote(cfg.out_dir)}")
         return 0
@@ -316,18 +310,19 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
         print_header(cfg, raw_model, train_data.n_tokens, rt)
         if rt.rank == 0:
             shutil.copy(Path(cfg.data_dir, tokenizers.FILE_NAME), out_dir)
-            runs.start_metrics(out_dir, step, asdict(cfg))
+            runs.start_metrics(out_dir, step, asdict(cfg))  # drops rows after this step
         if saved:
             now = lr_at(min(step, cfg.max_iters - 1), cfg)
             rt.log(f"continuing after step {step}, learning rate {metrics['lr']:.2e} -> {now:.2e}")
-        validation = (raw_model, val_data, n_bytes, rt, cfg.batch_size, cfg.eval_tokens)
+        to_validate = (raw_model, val_data, token_bytes, rt, cfg.batch_size, cfg.eval_tokens)
         if saved and step not in recorded:  # a kill came between this checkpoint and its row
             if is_due(step, cfg.eval_interval, cfg):
-                metrics |= validate(*validation)
+                metrics |= validate(*to_validate)
             rt.on_first(runs.append_metrics, out_dir, metrics)
 
         batches = get_batches(train_data, cfg, step, rt)
-        peak, first, t_first = peak_flops(rt.device, rt.precision.dtype), step, time.perf_counter()
+        peak = peak_flops(rt.device, rt.precision.dtype)
+        first_step, t_first = step, time.perf_counter()
         stopping = False
         while step < cfg.max_iters and not stopping:
             # step
@@ -356,7 +351,8 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
             stopping = rt.any(stop.signal)
             evaluating = is_due(step, cfg.eval_interval, cfg)
             saving = stopping or evaluating or is_due(step, cfg.save_interval, cfg)
-            if math.isnan(loss) or (saving and rt.any(not is_finite(raw_model, optimizer))):
+            finite = not saving or all(p.isfinite().all() for p in raw_model.parameters())
+            if math.isnan(loss) or not finite:
                 raise ValueError(
                     f"after step {step} some numbers are not finite (loss {loss}, norm {norm}): "
                     "lower learning_rate or raise warmup_iters; the last checkpoint is kept"
@@ -371,20 +367,23 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
                     "optimizer": optimizer.state_dict()["state"],
                     "scaler": scaler.state_dict(),
                     "metrics": metrics,
-                    "rng": torch.get_rng_state(),
                 }
                 rt.on_first(runs.write_checkpoint, out_dir, content, cfg.keep_checkpoints)
 
             # evaluate
             if evaluating and not stopping:
-                metrics |= validate(*validation, stopped=lambda: rt.any(stop.signal))
-                stopping = "val_loss" not in metrics
+                metrics |= validate(*to_validate, stopped=lambda: rt.any(stop.signal))
+                stopping = "val_loss" not in metrics  # it was interrupted
 
             # log; the row of a step that is not evaluated yet is written when the run continues
             if not stopping:
                 rt.on_first(runs.append_metrics, out_dir, metrics)
                 if evaluating or is_due(step, cfg.log_interval, cfg):
-                    left = (time.perf_counter() - t_first) / (step - first) * (cfg.max_iters - step)
+                    left = (
+                        (time.perf_counter() - t_first)
+                        / (step - first_step)
+                        * (cfg.max_iters - step)
+                    )
                     val = f", validation {metrics['val_loss']:.4f}" if evaluating else ""
                     used = f", {metrics['mfu']:.0%} of the peak" if peak else ""
                     rt.log(
@@ -394,14 +393,12 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
 
         if stopping:
             rt.log(f"stopped after step {step}, saved: the same command continues")
-            return 128 + (stop.signal or signal.SIGTERM)
+            return 128 + (stop.signal or signal.SIGTERM)  # another rank may have got the signal
         if rt.rank == 0:
             draw_loss(out_dir / "loss.png", {cfg.input_mode: [runs.read_metrics(out_dir)]})
             with rt.autocast():
                 rt.log(f"a sample:\n{sample(raw_model, encoding, '', 100, seed=cfg.seed)}\n")
-            rt.log(
-                f'next: python eval.py {shlex.quote(cfg.out_dir)} --prompt="The function returns"'
-            )
+            rt.log(f'next: python eval.py {shlex.quote(cfg.out_dir)} --prompt="The function"')
     return 0
 
 

@@ -3,9 +3,8 @@ Settings: one dataclass per program, and the one loader that reads it.
 
     defaults in the dataclass  <  config file  <  --key=value        (wherever the file stands)
 
-A config file is a short Python file of assignments. It runs in a namespace of its own, and every
-name that it leaves must be a setting of the right type. A setting's line in --help is the comment
-after it in the dataclass, so each fact about a setting is written once.
+A config file is a Python file that assigns settings. Their lines in --help are the comments after
+them in the dataclass.
 """
 
 import dataclasses
@@ -23,15 +22,9 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Literal, get_args, get_origin, get_type_hints
 
-# --- values --------------------------------------------------------------------
-
 
 def convert(key: str, value: object, kind: type) -> object:
-    """
-    The value in its setting's type. Text comes from the command line, the rest from Python.
-
-        "1e-3" -> 0.001,  1 -> 1.0 for a float;  "false", "0" -> False;  "2.5" for an int raises
-    """
+    """The value in its setting's type: "1e-3" -> 0.001, "0" -> False; "2.5" for an int raises."""
     names = {bool: "True or False", int: "a whole number < 2^63", float: "a number", str: "text"}
     text, legal = str(value), get_args(kind)
     words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -74,16 +67,12 @@ class Settings:
                 raise ValueError(f"{key} must be at least {low}, got {getattr(self, key)}")
 
 
-# --- command line and config files ---------------------------------------------
-
-
 def help_text(cls: type, usage: str | None) -> str:
     """Usage, then a line per setting: name, default, meaning, choices. python -OO has no usage."""
     meaning = {}
-    for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            source = inspect.getsource(base)
-            meaning |= dict(re.findall(r"^ +(\w+):.* # *(.+)$", source, re.MULTILINE))
+    for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        source = inspect.getsource(base)
+        meaning |= dict(re.findall(r"^ +(\w+):.* # *(.+)$", source, re.MULTILINE))
     lines = [(usage or "").strip(), "", "settings, written --key=value:"]
     for field in dataclasses.fields(cls):
         kind = get_type_hints(cls)[field.name]
@@ -94,11 +83,7 @@ def help_text(cls: type, usage: str | None) -> str:
 
 
 def split_args(argv: list[str], cls: type, usage: str | None) -> tuple[list[str], dict]:
-    """
-    ["a.py", "--seed=3", "--save_items"] -> ["a.py"], {"seed": "3", "save_items": None}
-
-    --help prints the settings of cls and ends the program. Raises ValueError for what is unclear.
-    """
+    """["a.py", "--seed=3", "--save_items"] -> ["a.py"], {"seed": "3", "save_items": "True"}"""
     if {"-h", "--help"} & set(argv):
         print(help_text(cls, usage))
         raise SystemExit(0)
@@ -114,7 +99,7 @@ def split_args(argv: list[str], cls: type, usage: str | None) -> tuple[list[str]
             raise ValueError(f"--{key} is given twice: write {form} once")
         if not arg.startswith("--") or not key or alone:  # a dash may also be a pasted long one
             raise ValueError(f"cannot read {arg!r}: settings are written {form}")
-        given[key] = text if equals else None
+        given[key] = text if equals else "True"
     return words, given
 
 
@@ -122,7 +107,7 @@ def read_config_file(path: str) -> dict:
     """The assignments of a config file, without its imported modules and _names."""
     if not path.endswith(".py"):
         raise ValueError(
-            f"{path} is no config file, which ends in .py; to continue a run, repeat its command"
+            f"{path} is no config file, which ends in .py; to continue a run, repeat it"
         )
     try:
         names = runpy.run_path(path)
@@ -131,14 +116,10 @@ def read_config_file(path: str) -> dict:
     return {k: v for k, v in names.items() if k[0] != "_" and not isinstance(v, ModuleType)}
 
 
-def load_config(cls: type, given: dict[str, str | None], files: Sequence[str] = ()) -> Settings:
-    """
-    An instance of cls from its defaults, then the config files, then the command line, where a bool
-    may stand alone: --save_items. Raises ValueError with the name, the value and the remedy.
-    """
+def load_config(cls: type, given: dict[str, str], files: Sequence[str] = ()) -> Settings:
+    """An instance of cls from its defaults, the config files and the command line."""
     known, values = get_type_hints(cls), {}
-    alone = {key: "True" for key, text in given.items() if text is None}
-    sources = [*((path, read_config_file(path)) for path in files), ("command line", given | alone)]
+    sources = [*((path, read_config_file(path)) for path in files), ("command line", given)]
     for source, settings in sources:
         for key in settings:
             if key not in known:
@@ -147,9 +128,6 @@ def load_config(cls: type, given: dict[str, str | None], files: Sequence[str] = 
                 raise ValueError(f"{source}: unknown setting {key!r}, {hint}")
         values |= settings
     return cls(**values)
-
-
-# --- programs ------------------------------------------------------------------
 
 
 def try_json(text: str) -> object:
@@ -181,8 +159,6 @@ def run_cli(main: Callable[[list[str]], int | None], program: str) -> None:
             stream.reconfigure(errors="backslashreplace")  # shows any text in any locale
     try:
         sys.exit(main(sys.argv[1:]))
-    except BrokenPipeError:
-        sys.exit(1)
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -1,9 +1,4 @@
-"""
-Where a program runs: device, precision, and this process among the others that torchrun started;
-when it is asked to stop, and which folder it has for itself.
-
-What "auto" means is decided by a pure function, which is checked case by case in tests/.
-"""
+"""Where a program runs: device, precision, other processes, signals to stop, its own folder."""
 
 import contextlib
 import os
@@ -40,19 +35,15 @@ class Precision:
 def choose(
     device: str, dtype: str, compile: str, capability: tuple | None, has_mps: bool, can_build: bool
 ) -> Precision:
-    """
-    The settings as resolved here. capability is the GPU's CUDA compute capability, None without a
-    GPU; can_build is has_compiler(). Raises ValueError for what this machine cannot do.
-    """
+    """The settings as resolved here. capability is that of the GPU in CUDA, None without one."""
     if device == "auto":
         device = "cuda" if capability else "mps" if has_mps else "cpu"
     if (device == "cuda" and not capability) or (device == "mps" and not has_mps):
         raise ValueError(f"device={device} is not available here: use device=cpu or auto")
-    if dtype == "auto":
-        dtype = "float32"  # a CPU without bfloat16 units would be some 100 times slower with it
-        if device == "cuda":
-            dtype = "bfloat16" if capability >= (8, 0) else "float16"
-    if dtype == "bfloat16" and device == "cuda" and capability < (8, 0):
+    new = device == "cuda" and capability >= (8, 0)
+    if dtype == "auto":  # a CPU without bfloat16 units would be some 100 times slower with it
+        dtype = "bfloat16" if new else "float16" if device == "cuda" else "float32"
+    if dtype == "bfloat16" and device == "cuda" and not new:
         raise ValueError("this GPU has no bfloat16: use dtype=float16, float32 or auto")
     if dtype == "float16" and device != "cuda":
         raise ValueError(f"dtype=float16 needs a CUDA device, not {device}: use float32 or auto")
@@ -60,7 +51,7 @@ def choose(
     if compile == "True" and not can_compile:
         raise ValueError("compile=True needs a C++ compiler, and a GPU, if any, of capability 7.0")
     compiled = can_compile and (compile == "True" or (compile == "auto" and device == "cuda"))
-    flash = device == "cuda" and capability >= (8, 0) and dtype != "float32"
+    flash = new and dtype != "float32"
     return Precision(device, dtype, scaler=dtype == "float16", compile=compiled, flash=flash)
 
 
@@ -93,8 +84,7 @@ class Runtime:
             except BrokenPipeError:  # who read along has left; the run goes on
                 sys.stdout = open(os.devnull, "w")
 
-    def bar(self, *args, **kwargs) -> tqdm:
-        """A progress bar: on the first rank, and only on a terminal."""
+    def bar(self, *args, **kwargs) -> tqdm:  # on the first rank, and only on a terminal
         return tqdm(*args, disable=None if self.rank == 0 else True, **kwargs)
 
     def sum(self, *values: float) -> list[float]:
@@ -105,8 +95,7 @@ class Runtime:
         dist.all_reduce(total)
         return total.tolist()
 
-    def any(self, flag: int) -> bool:
-        """Whether the flag is up on some rank: what all ranks must decide alike."""
+    def any(self, flag: int) -> bool:  # what all ranks must decide alike
         return self.sum(float(flag != 0))[0] > 0
 
     def gather(self, items: list) -> list:
@@ -118,7 +107,7 @@ class Runtime:
         return [item for one in lists for item in one]
 
     def on_first(self, work: Callable, *args) -> None:
-        """Call work(*args) on rank 0 while the others wait. All raise its ValueError or OSError."""
+        """Call work(*args) on rank 0; all ranks wait, and raise its ValueError or OSError."""
         problems = []
         if self.rank == 0:
             try:
@@ -143,15 +132,15 @@ class Runtime:
             with self.autocast():
                 F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
         except RuntimeError as error:
+            remedy = "choose n_head for a multiple of 8 up to 256, or dtype=float32"
             raise ValueError(
-                f"no fused attention here takes heads of width {head_dim}: choose n_head so that it "
-                "is a multiple of 8 and at most 256, or dtype=float32"
+                f"no fused kernel takes heads of width {head_dim}: {remedy}"
             ) from error
 
     def peak_memory_gb(self) -> float | None:
         """The most of the GPU's memory that this process has held; None without a GPU."""
-        on_gpu = self.device.type == "cuda"
-        return torch.cuda.max_memory_allocated(self.device) / 1e9 if on_gpu else None
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 1e9
 
     def check_agreement(self, own: dict) -> None:
         """Raises ValueError, on all ranks, with what a rank was given that rank 0 was not."""
@@ -164,23 +153,18 @@ class Runtime:
 
 
 def init_processes(backend: str) -> None:
-    """
-    Meet the processes that torchrun started. With --max-restarts it keeps one store of addresses
-    for all attempts, where a restarted process finds those of processes that are gone and waits.
-    """
+    """Meet the processes that torchrun started, which wait while rank 0 writes a checkpoint."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise ValueError(
-            "--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment"
-        )
-    # The others wait while rank 0 writes a checkpoint.
+        # A restarted process would find the addresses of those that are gone, and wait.
+        raise ValueError("torchrun's --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     dist.init_process_group(backend, timeout=timedelta(minutes=30))
 
 
 def setup_runtime(device: str, dtype: str = "float32", compile: str = "False") -> Runtime:
     """Meet the other processes, if torchrun started some, and take this one's device."""
     env = os.environ
-    # Fewer gaps in the GPU's memory. It is read when CUDA starts, so this comes first.
+    # Fewer gaps in the GPU's memory; set before CUDA starts and reads it.
     env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     world_size = int(env.get("WORLD_SIZE", 1))
     # One process is rank 0, whatever a shell still holds.
@@ -190,9 +174,8 @@ def setup_runtime(device: str, dtype: str = "float32", compile: str = "False") -
     precision = choose(device, dtype, compile, capability, has_mps, can_build)
     place = torch.device(precision.device)
     if precision.device == "cuda":
-        n_local = int(env.get("LOCAL_WORLD_SIZE", 1))
-        if n_local > torch.cuda.device_count():
-            n_gpus = torch.cuda.device_count()
+        n_local, n_gpus = int(env.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+        if n_local > n_gpus:
             raise ValueError(f"--nproc_per_node={n_local} needs as many GPUs, here are {n_gpus}")
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)
@@ -202,14 +185,11 @@ def setup_runtime(device: str, dtype: str = "float32", compile: str = "False") -
         torch.backends.cuda.enable_math_sdp(not precision.flash)
         torch.backends.cuda.enable_mem_efficient_sdp(not precision.flash)
     if world_size > 1:
-        if precision.device == "mps":
-            raise ValueError("several processes cannot share device=mps: use one, or device=cpu")
         init_processes("nccl" if precision.device == "cuda" else "gloo")
     return Runtime(precision, rank, world_size, place)
 
 
 def close_processes(rt: Runtime) -> None:
-    """Part from the other processes."""
     if rt.world_size > 1:
         dist.destroy_process_group()
 
@@ -219,9 +199,8 @@ def close_processes(rt: Runtime) -> None:
 
 class Stop:
     """
-    `with Stop() as stop:` a signal to end, such as Ctrl-C, only sets stop.signal to its number, so
-    that the program can finish its step and save. A second Ctrl-C ends it at once. Python handles
-    signals in its main thread, so in another one this does nothing.
+    `with Stop() as stop:` a signal to end only sets stop.signal to its number, so that the program
+    can save. A second Ctrl-C ends it at once. Signals are handled in the main thread alone.
     """
 
     def __init__(self):
@@ -260,19 +239,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             os.fsync(f.fileno())
         os.replace(unfinished, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
+        unfinished.unlink(missing_ok=True)
         raise OSError(
-            f"cannot write {path} ({error.strerror}), it is as it was: make room"
+            f"cannot write {path} ({error.strerror}): make room; it is as it was"
         ) from error
 
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
     """
-    Make a folder and have it alone while the block runs. A thread renews its file `lock` every
-    second. One that stays the same for five seconds was left by a process that was killed, here or
-    on another machine, and is taken over. Raises ValueError if another process has the folder.
+    Make a folder and have it alone while the block runs, or raise ValueError. A thread renews its
+    file `lock` every second; one that nobody renews for five seconds is taken over.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock, ended = folder / "lock", threading.Event()
@@ -290,8 +267,8 @@ def folder_lock(folder: Path) -> Iterator[None]:
         with open(lock, "xb") as f:
             f.write(own)
     except FileExistsError:
-        before, t0 = content(), time.monotonic()
-        while time.monotonic() - t0 < 5:
+        before = content()
+        for _ in range(50):
             time.sleep(0.1)
             if content() != before:
                 words = f"{folder} is in use, a process renews {lock}: wait, or use another folder"

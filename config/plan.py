@@ -11,8 +11,7 @@ import torch
 
 from config import Settings
 
-# Peak of the 16-bit matrix units in FLOP/s, dense, from the makers' data sheets, by a part of the
-# name that CUDA gives a GPU. The first that fits counts.
+# Dense 16-bit FLOP/s from the makers' data sheets; the first name that is part of CUDA's counts.
 PEAK = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
     "A100": 312e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
@@ -56,9 +55,9 @@ def memory(cfg: Settings, half: bool, compiled: bool) -> dict[str, int]:
     C, F, L, V = cfg.n_embd, cfg.n_inner, cfg.n_layer, cfg.vocab_size
     N, size, tokens = n_params(cfg), 2 if half else 4, cfg.batch_size * cfg.block_size
     recompute = cfg.activation_checkpointing
-    # Numbers that a block keeps per token: the inputs and outputs of its norms, q, k, v and what
-    # they were cut from, attention's output (10 C), gate, up and their product (3 F). Without
-    # compile also what the norms scale (2 C) and silu of the gate (F).
+    # Numbers that a block keeps per token: inputs and outputs of its norms, q, k, v and what they
+    # were cut from, attention's output (10 C), gate, up and their product (3 F). Without compile
+    # also what the norms scale (2 C) and silu of the gate (F).
     block = 10 * C + 3 * F if compiled else 12 * C + 4 * F
     copies = 2 * (N - parameters(cfg)["input"]) if half else 0
     if half and compiled:
@@ -96,12 +95,12 @@ def print_plan(cfg: Settings, ranks: int) -> None:
     print(f"{cfg.max_iters:,} steps of {cfg.tokens_per_iter:,} tokens = {tokens:,} tokens")
     print(f"{flops:,} FLOPs per token, {flops * tokens:.3g} in all")
     if half:
-        # Computing the blocks again adds a forward pass to a forward and a backward one.
+        # Blocks that are computed again add a forward pass, a third of the work.
         work = flops * tokens * (4 / 3 if cfg.activation_checkpointing else 1)
         for name in ("A100", "H100", "B200"):
             n_hours = work / (ranks * PEAK[name] * UTILISATION) / 3600
             print(f"  {ranks} x {name} {n_hours:>12,.1f} hours at {UTILISATION:.0%} of the peak")
-    size = f"{12 * N / 1e9:.2f} GB, one more while one is written"
+    size = f"{12 * N / 1e9:.2f} GB and room for one more"
     print(
         f"disk: {2 * tokens / 1e9:.1f} GB of tokens, {cfg.keep_checkpoints} checkpoints of {size}"
     )

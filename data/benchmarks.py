@@ -12,8 +12,7 @@ log-probabilities eval.py compares:
     winogrande     the sentence up to the blank, filled with each of two names + " " + the rest
     lambada_*      the text without its last word + " " + that word
 
-Items come from the hub, by id and revision and without running code of theirs, or from
-benchmark_dir/TASK.jsonl with the hub's columns.
+Items come from the hub, or from benchmark_dir/TASK.jsonl with the hub's columns.
 """
 
 import difflib
@@ -28,10 +27,8 @@ from pathlib import Path
 
 @dataclass
 class Item:
-    """One question: pairs (context, continuation), the right one, and the length of each choice."""
-
-    pairs: list[tuple[str, str]]
-    gold: int
+    pairs: list[tuple[str, str]]  # (context, continuation) of each choice
+    gold: int  # the right one
     lengths: list[int]  # characters of the choices' text, by which acc_norm divides
 
 
@@ -58,15 +55,13 @@ def piqa(row: dict) -> Item:
     return multiple_choice(f"Question: {row['goal']}\nAnswer:", choices, int(row["label"]))
 
 
-def keyed(row: dict) -> int:
-    """The position of the answer's key among the keys, A-E in most items and 1-4 in others."""
+def keyed(row: dict) -> int:  # the keys are A-E in most items and 1-4 in others
     return [str(key) for key in row["choices"]["label"]].index(str(row["answerKey"]).lstrip())
 
 
 def arc(row: dict) -> Item:
-    return multiple_choice(
-        f"Question: {row['question']}\nAnswer:", row["choices"]["text"], keyed(row)
-    )
+    context = f"Question: {row['question']}\nAnswer:"
+    return multiple_choice(context, row["choices"]["text"], keyed(row))
 
 
 def openbookqa(row: dict) -> Item:
@@ -75,16 +70,15 @@ def openbookqa(row: dict) -> Item:
 
 def winogrande(row: dict) -> Item:
     """The names are the contexts' ends, and what comes after the blank is scored."""
-    blank = row["sentence"].index("_")
-    rest = " " + row["sentence"][blank + 1 :].strip()
-    options = [row["option1"], row["option2"]]
-    pairs = [(row["sentence"][:blank] + option, rest) for option in options]
+    start, rest = row["sentence"].split("_", 1)
+    rest = " " + rest.strip()
+    pairs = [(start + row[name], rest) for name in ("option1", "option2")]
     return Item(pairs, {"1": 0, "2": 1}[str(row["answer"])], [len(rest) - 1] * 2)
 
 
 def lambada(row: dict) -> Item:
-    words = row["text"].split(" ")  # single spaces only: line ends stay inside of words
-    return Item([(" ".join(words[:-1]), " " + words[-1])], 0, [len(words[-1])])
+    context, _, word = row["text"].rpartition(" ")  # line ends stay inside of words
+    return Item([(context, " " + word)], 0, [len(word)])
 
 
 # --- the tasks ----------------------------------------------------------------
@@ -124,7 +118,6 @@ TASKS = [
 TASKS = {task.name: task for task in TASKS}
 
 # What the paper reports (arXiv:2610.04002): its three tasks, and its canonical arm's scores.
-PAPER_TASKS = ("hellaswag", "piqa", "lambada_openai")
 PAPER = {
     ("hellaswag", "acc_norm"): 0.5240,
     ("piqa", "acc"): 0.7051,
@@ -134,7 +127,8 @@ PAPER = {
 
 def find_tasks(names: str) -> list[Task]:
     """ "piqa,hellaswag" -> their Tasks; "paper" is the paper's three, "all" all. Each once."""
-    groups = {name: [name] for name in TASKS} | {"paper": PAPER_TASKS, "all": TASKS}
+    paper = [name for name, _ in PAPER]
+    groups = {name: [name] for name in TASKS} | {"paper": paper, "all": TASKS}
     found = {}
     for name in names.replace(" ", "").split(","):
         if name not in groups:
@@ -149,33 +143,27 @@ def find_tasks(names: str) -> list[Task]:
 
 
 def rows_of_file(task: Task, benchmark_dir: str) -> Iterator[tuple[str, dict]]:
-    """(place, row) of every line of TASK.jsonl."""
     path = Path(benchmark_dir, f"{task.name}.jsonl")
     if not path.is_file():
         raise ValueError(f"{path} does not exist: put {task.name} there as {task.hub_id} has it")
-    with open(path, "rb") as f:
-        for i, line in enumerate(f, start=1):
-            if line.strip():
-                try:
-                    yield f"{path}, line {i}", json.loads(line.decode("utf-8-sig"))
-                except (ValueError, RecursionError) as error:  # or not UTF-8
-                    raise ValueError(f"{path}, line {i} is not JSON in UTF-8: {error}") from error
+    for i, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if line.strip():
+            try:
+                yield f"{path}, line {i}", json.loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {i} is not JSON in UTF-8: {error}") from error
 
 
 def rows_of_hub(task: Task) -> Iterator[tuple[str, dict]]:
-    """(place, row) of every row on the Hugging Face hub, at a revision, without code of its own."""
     import datasets
 
     datasets.disable_progress_bars()
     try:
-        rows = datasets.load_dataset(
-            task.hub_id, task.hub_config, split=task.split, revision=task.revision
-        )
+        where = (task.hub_id, task.hub_config)
+        rows = datasets.load_dataset(*where, split=task.split, revision=task.revision)
     except Exception as error:  # whatever the network, the hub or a cache raises
-        raise ValueError(
-            f"cannot read {task.name} from the hub's {task.hub_id} ({type(error).__name__}): use "
-            f"the network, or put {task.name}.jsonl into a folder and name it by --benchmark_dir"
-        ) from error
+        remedy = f"put {task.name}.jsonl into a folder and name it by --benchmark_dir"
+        raise ValueError(f"cannot read {task.hub_id} ({type(error).__name__}): {remedy}") from error
     for i, row in enumerate(rows):
         yield f"{task.hub_id}, row {i}", row
 
@@ -189,9 +177,9 @@ def read_items(task: Task, benchmark_dir: str = "", limit: int = 0) -> list[Item
             if not 0 <= item.gold < len(item.pairs):
                 raise ValueError(f"there is no choice {item.gold}")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
+            what = f"({type(error).__name__}: {error}): {str(row)[:200]}"
             raise ValueError(
-                f"{place} is no item of {task.name} as {task.hub_id} has them "
-                f"({type(error).__name__}: {error}): {str(row)[:200]}"
+                f"{place} is no item of {task.name} as {task.hub_id} {what}"
             ) from error
         items.append(item)
         if len(items) == limit:
@@ -206,13 +194,11 @@ def read_items(task: Task, benchmark_dir: str = "", limit: int = 0) -> list[Item
 
 def pair_to_ids(encoding: object, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """
-    Token ids of a context and its continuation. They are encoded together, as the model would read
-    them; spaces that end the context belong to the continuation, as a token's space comes first.
-    Without a context, end-of-text is the context.
+    Token ids of a context and its continuation, encoded together. Spaces that end the context
+    belong to the continuation. Without a context, end-of-text is the context.
     """
-    kept = context.rstrip()
     whole = encoding.encode_ordinary(context + continuation)
-    n = len(encoding.encode_ordinary(kept))
+    n = len(encoding.encode_ordinary(context.rstrip()))
     return whole[:n] or [encoding.eot_token], whole[n:]
 
 
@@ -222,21 +208,16 @@ Request = tuple[list[int], list[int]]  # the token ids of a context and of its c
 def make_requests(
     items: list[Item], name: str, encoding: object, block_size: int
 ) -> tuple[list[Request], int]:
-    """
-    Every request of a task's items, and how many contexts were cut at their start to fit into
-    block_size inputs. Raises ValueError for a continuation that does not fit.
-    """
+    """Every request of a task's items, and how many contexts were cut at their start to fit."""
     requests, n_cut = [], 0
     for i, item in enumerate(items):
         for pair in item.pairs:
             context, continuation = pair_to_ids(encoding, *pair)
             room = block_size + 1 - len(continuation)
             if not 1 <= room <= block_size:
-                raise ValueError(
-                    f"item {i} (from 0) of {name} has a continuation of {len(continuation)} tokens,"
-                    f" not of 1 to block_size={block_size}: leave the task out, or train with a "
-                    "longer block_size"
-                )
+                what = f"a continuation of {len(continuation)} tokens, not of 1 to {block_size}"
+                remedy = "leave the task out, or train with a longer block_size"
+                raise ValueError(f"item {i} (from 0) of {name} has {what}: {remedy}")
             n_cut += len(context) > room
             requests.append((context[-room:], continuation))
     return requests, n_cut
@@ -245,13 +226,11 @@ def make_requests(
 # --- metrics -------------------------------------------------------------------
 
 
-def pick(scores: list[float]) -> int:
-    return scores.index(max(scores))  # a tie goes to the first
-
-
-def per_character(ll: list[float], lengths: list[int]) -> list[float]:
-    """Log-probability per character of each choice; an empty choice is never picked."""
-    return [x / n if n else -math.inf for x, n in zip(ll, lengths)]
+def is_right(item: Item, ll: list[float], per_character: bool) -> bool:
+    """Whether the gold choice is the best, the first of equal ones and not empty."""
+    if per_character:
+        ll = [x / n if n else -math.inf for x, n in zip(ll, item.lengths)]
+    return ll.index(max(ll)) == item.gold
 
 
 def task_metrics(
@@ -259,11 +238,8 @@ def task_metrics(
 ) -> dict:
     """
     The task's metrics with their standard errors, from the log-probability of every continuation of
-    every item and whether all its tokens are the likeliest.
-
-    As lm-evaluation-harness has them, except the error of a perplexity: that is the perplexity
-    times the standard error of the mean log-probability (the delta method), where the harness
-    draws a bootstrap. All sums are in float64.
+    every item and whether all its tokens are the likeliest. The error of a perplexity is that of
+    the mean log-probability, times the perplexity, where the harness draws a bootstrap.
     """
     n, out = len(items), {"n": len(items)}
     for metric in task.metrics:
@@ -275,11 +251,8 @@ def task_metrics(
         else:
             if "perplexity" in task.metrics:  # one word, right if every token is the likeliest
                 right = [flags[0] for flags in greedy]
-            elif metric == "acc":
-                right = [pick(ll) == item.gold for ll, item in zip(lls, items)]
             else:
-                normed = [per_character(ll, item.lengths) for ll, item in zip(lls, items)]
-                right = [pick(ll) == item.gold for ll, item in zip(normed, items)]
+                right = [is_right(*pair, metric == "acc_norm") for pair in zip(items, lls)]
             value = sum(right) / n
             error = math.sqrt(value * (1 - value) / (n - 1)) if n > 1 else None
         out |= {metric: value, metric + "_stderr": error}

@@ -58,11 +58,11 @@ def read(tokens: int, file: int, row: int) -> Iterator[tuple[list, str, str]]:
     source = datasets.load_dataset(REPO, sample_for(tokens), fragment_scan_options=scan, **where)
     for i in range(file, source.num_shards):
         part = source.shard(num_shards=source.num_shards, index=i).with_format("arrow")
-        at = row if i == file else 0
-        for table in part.skip(at).iter(batch_size=ROWS):
+        for table in part.skip(row).iter(batch_size=ROWS):
             for key, text in zip(table["id"].to_pylist(), table["text"].to_pylist()):
-                at += 1
-                yield [i, at], key, text
+                row += 1
+                yield [i, row], key, text
+        row = 0
 
 
 def documents(tokens: int, place: list | None) -> Iterator[tuple[list, str, str]]:
@@ -81,8 +81,7 @@ def documents(tokens: int, place: list | None) -> Iterator[tuple[list, str, str]
             failures += 1
             what = f"cannot read {REPO} ({type(error).__name__}: {str(error)[:200]!r})"
             if failures == allowed:
-                remedy = "check the network; the same command continues from what is done"
-                raise ValueError(f"{what}: {remedy}") from error
+                raise ValueError(f"{what}: check the network; the same command continues") from None
             tqdm.write(f"{what}: trying again in {2 ** (failures - 1)} s")
             time.sleep(2 ** (failures - 1))
 

@@ -16,61 +16,53 @@ from torch import Tensor
 
 from data.tokenizers import END_OF_TEXT
 
-# --- weights ------------------------------------------------------------------
-
 
 def llama_weights(weights: dict[str, Tensor], n_layer: int) -> dict[str, Tensor]:
     """A GPT's weights, the input among them as a table (V, C), under Llama's names."""
-    names = {
-        "wte.weight": ["model.embed_tokens.weight"],
-        "norm_f.weight": ["model.norm.weight"],
-        "lm_head.weight": ["lm_head.weight"],
+    names = {"wte": ["model.embed_tokens"], "norm_f": ["model.norm"], "lm_head": ["lm_head"]}
+    parts = {
+        "norm_1": ["input_layernorm"],
+        "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "attn.proj": ["self_attn.o_proj"],
+        "norm_2": ["post_attention_layernorm"],
+        "mlp.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+        "mlp.down": ["mlp.down_proj"],
     }
     for i in range(n_layer):
-        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-        names |= {
-            ours + "norm_1.weight": [theirs + "input_layernorm.weight"],
-            ours + "attn.qkv.weight": [f"{theirs}self_attn.{x}_proj.weight" for x in "qkv"],
-            ours + "attn.proj.weight": [theirs + "self_attn.o_proj.weight"],
-            ours + "norm_2.weight": [theirs + "post_attention_layernorm.weight"],
-            ours + "mlp.gate_up.weight": [f"{theirs}mlp.{x}_proj.weight" for x in ("gate", "up")],
-            ours + "mlp.down.weight": [theirs + "mlp.down_proj.weight"],
-        }
+        for ours, theirs in parts.items():
+            names[f"blocks.{i}.{ours}"] = [f"model.layers.{i}.{name}" for name in theirs]
     found = {}
     for ours, theirs in names.items():
-        found |= dict(zip(theirs, weights[ours].detach().chunk(len(theirs))))
-    return {name: weight.contiguous().clone() for name, weight in found.items()}
+        found |= dict(zip(theirs, weights[ours + ".weight"].detach().chunk(len(theirs))))
+    return {name + ".weight": weight.contiguous().clone() for name, weight in found.items()}
 
 
 def llama_config(config: dict, eot: int) -> dict:
     """Llama's config.json for a run's settings."""
-    same = {
-        "vocab_size": "vocab_size", "hidden_size": "n_embd", "intermediate_size": "n_inner",
-        "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
-        "num_key_value_heads": "n_head", "max_position_embeddings": "block_size",
-        "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta",
-    }  # fmt: skip
-    return {theirs: config[ours] for theirs, ours in same.items()} | {
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "float32",
-        "hidden_act": "silu",
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["n_embd"],
+        "intermediate_size": config["n_inner"],
+        "num_hidden_layers": config["n_layer"],
+        "num_attention_heads": config["n_head"],
+        "num_key_value_heads": config["n_head"],
+        "max_position_embeddings": config["block_size"],
+        "rms_norm_eps": config["norm_eps"],
+        "rope_theta": config["rope_theta"],
         "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]},
         "tie_word_embeddings": False,
         **dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"], eot),
     }
 
 
-# --- tokenizer ----------------------------------------------------------------
-
-
 def hugging_face_json(spec: dict) -> dict:
     """
-    The tokenizer.json of a spec, for the tokenizers library: the same ids for every text.
-
-    (A text that spells a special token is that token to the library, and plain text to ours.) It
-    writes bytes as printable characters and merges by a list of pairs. A token stands there with
-    every pair of tokens that spells it, in the order of the ranks, which is when tiktoken merges.
+    The tokenizer.json of a spec, for the tokenizers library: the same ids for every text that does
+    not spell a special token. The library writes bytes as printable characters, and merges as
+    pairs: all that spell a token, in the order of the ranks, which is when tiktoken merges.
     """
     tokens = [base64.b64decode(token) for token in spec["mergeable_ranks"]]
     known = set(tokens)
@@ -81,36 +73,28 @@ def hugging_face_json(spec: dict) -> dict:
     def text(token: bytes) -> str:
         return "".join(letter[b] for b in token)
 
-    merges = [
-        [text(token[:i]), text(token[i:])]
-        for token in tokens
-        for i in range(1, len(token))
-        if token[:i] in known and token[i:] in known
-    ]
+    merges = []
+    for token in tokens:
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+        merges += [[text(a), text(b)] for a, b in pairs if a in known and b in known]
     # Our pattern has escapes that this library's regular expressions do not know.
-    pattern = re.sub(
-        r"\\u[0-9a-f]{4}|\\U[0-9a-f]{8}", lambda m: chr(int(m.group()[2:], 16)), spec["pat_str"]
-    )
+    escapes = r"\\u[0-9a-f]{4}|\\U[0-9a-f]{8}"
+    pattern = re.sub(escapes, lambda match: chr(int(match.group()[2:], 16)), spec["pat_str"])
+    words = {"type": "Split", "behavior": "Isolated", "invert": False}
+    words["pattern"] = {"Regex": pattern}
+    letters = dict.fromkeys(["add_prefix_space", "trim_offsets", "use_regex"], False)
+    letters["type"] = "ByteLevel"
     plain = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
-    special = [
-        {"id": i, "content": token, "special": True} | plain
-        for token, i in spec["special_tokens"].items()
-    ]
-    as_letters = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    as_letters = {"type": "ByteLevel"} | as_letters
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
-    split |= {"invert": False}
-    vocab = {text(token): i for i, token in enumerate(tokens)} | spec["special_tokens"]
+    special = spec["special_tokens"]
+    added = [{"id": i, "content": token, "special": True} | plain for token, i in special.items()]
+    vocab = {text(token): i for i, token in enumerate(tokens)} | special
     return {
         "version": "1.0",
-        "added_tokens": special,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, as_letters]},
-        "decoder": as_letters,
+        "added_tokens": added,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, letters]},
+        "decoder": letters,
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }
-
-
-# --- a whole folder -----------------------------------------------------------
 
 
 def export(weights: dict[str, Tensor], config: dict, spec: dict, card: str, folder: str) -> None:
@@ -125,16 +109,14 @@ def export(weights: dict[str, Tensor], config: dict, spec: dict, card: str, fold
     eot, out = spec["special_tokens"][END_OF_TEXT], Path(folder).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"export: {folder} is not empty: choose another folder")
+    tokenizer = dict.fromkeys(["bos_token", "eos_token", "pad_token"], END_OF_TEXT)
+    tokenizer |= {"clean_up_tokenization_spaces": False, "model_max_length": config["block_size"]}
+    tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
     texts = {
         "config.json": llama_config(config, eot),
         "generation_config.json": {"bos_token_id": eot, "eos_token_id": eot, "do_sample": True},
         "tokenizer.json": hugging_face_json(spec),
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": config["block_size"],
-            **dict.fromkeys(["bos_token", "eos_token", "pad_token"], END_OF_TEXT),
-        },
+        "tokenizer_config.json": tokenizer,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     # Written beside its place and moved there when it is whole.
@@ -142,10 +124,10 @@ def export(weights: dict[str, Tensor], config: dict, spec: dict, card: str, fold
         partial = Path(name) / out.name
         partial.mkdir()
         tensors = llama_weights(weights, config["n_layer"])
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+        (partial / "README.md").write_text(card, encoding="utf-8")
         for file, content in texts.items():
             (partial / file).write_text(json.dumps(content, indent=2), encoding="utf-8")
-        (partial / "README.md").write_text(card, encoding="utf-8")
         if out.exists():
             out.rmdir()
         partial.rename(out)
@@ -154,17 +136,14 @@ def export(weights: dict[str, Tensor], config: dict, spec: dict, card: str, fold
 def model_card(name: str, saved: dict) -> str:
     """What a run is, how its input was made and on what it was trained."""
     config = saved["config"]
-    made = "a fixed code of the token id; it was never trained and is written out as `embed_tokens`"
-    made = "a learned table" if name == "learned" else made
+    code = "a fixed code of the token id, never trained and written out as `embed_tokens`"
     return f"""---
 library_name: transformers
-pipeline_tag: text-generation
 ---
 
 # {name}, {saved["step"] * config["tokens_per_iter"]:,} training tokens
 
-The input is {made}.
-
+The input is {"a learned table" if name == "learned" else code}.
 Data: {config["data_dir"]}, tokenizer {saved["data"]["tokenizer"]}. All settings:
 
     {json.dumps(config)}

@@ -10,8 +10,8 @@ A corpus is a function: documents(place) gives (place, key, text) of every docum
 from the first on for None. A place is small JSON. The key decides the side: the document's id in
 the corpus, or None for its content, so that copies of a document are on one side.
 
-Stop it however you like, kill -9 included: the same command continues after what is noted, and
-writes the same bytes as an undisturbed run. At the end progress.json becomes meta.json.
+After any stop, kill -9 included, the same command continues after what is noted, and writes the
+same bytes as an undisturbed run. At the end progress.json becomes meta.json.
 """
 
 import hashlib
@@ -62,9 +62,6 @@ class PrepareConfig(Settings):
             raise ValueError(f"vocab_size must be from 257 to 65536, got {self.vocab_size}")
 
 
-# --- text -> ids -> files -----------------------------------------------------
-
-
 def clean(text: str) -> str:
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
@@ -100,9 +97,8 @@ def tokenize(
     (place, is_val, text) -> (place, is_val, ids, bytes of the text), in the order of the documents;
     ids are uint16 and end with end-of-text.
 
-    tiktoken works without Python's lock, so threads are enough to use every core; they need it for
-    an instant after each document, and must not wait for the 5 ms that the reader may keep it.
-    Two batches per thread are in progress: none waits for the reader, and memory stays bounded.
+    tiktoken works without Python's lock, so threads use every core; they need it for an instant
+    after each document, and must not wait for the 5 ms that the reader may keep it.
     """
 
     def encode(batch: list[tuple]) -> list[tuple]:
@@ -121,7 +117,7 @@ def tokenize(
     try:
         for batch in batches(documents):
             waiting.append(pool.submit(encode, batch))
-            if len(waiting) > 2 * threads + 2:
+            if len(waiting) > 2 * threads + 2:  # bounds the memory
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
@@ -132,9 +128,8 @@ def tokenize(
 
 class ShardWriter:
     """
-    Writes one split into split_00000.bin, ...; entries holds what meta.json says of each file. The
-    last one has no sha256 while its file is open, and a writer that is made with such entries
-    continues after the tokens that they count: a kill may have left more in the file.
+    Writes one split into split_00000.bin, ...; entries holds what meta.json says of each file. A
+    last one without sha256 is continued after its tokens: a kill may have left more in the file.
     """
 
     def __init__(self, folder: Path, split: str, files: list[dict]):
@@ -142,9 +137,8 @@ class ShardWriter:
         self.entries = [file for file in files if file["name"].startswith(split)]
         self.tokens = sum(entry["tokens"] for entry in self.entries)
         if self.entries and "sha256" not in self.entries[-1]:
-            self.file = open(folder / self.entries[-1]["name"], "r+b")
+            self.file = open(folder / self.entries[-1]["name"], "ab")
             self.file.truncate(2 * self.entries[-1]["tokens"])
-            self.file.seek(0, os.SEEK_END)
 
     def add(self, ids: np.ndarray, n_bytes: int) -> bool:
         """Append a document of n_bytes of text. True if that completed a file."""
@@ -166,11 +160,8 @@ class ShardWriter:
             if finish or self.entries[-1]["tokens"] >= SHARD_TOKENS:
                 self.file.close()
                 path, self.file = self.folder / self.entries[-1]["name"], None
-                content = np.memmap(path, dtype="<u2", mode="r")
+                content = np.memmap(path, mode="r")
                 self.entries[-1]["sha256"] = hashlib.sha256(content).hexdigest()
-
-
-# --- a dataset ----------------------------------------------------------------
 
 
 def command_of(module: str, cfg: Settings, words: Iterable[str] = ()) -> str:
@@ -187,46 +178,20 @@ def read_state(folder: Path, request: dict) -> dict:
     """
     for path in (folder / "meta.json", folder / "progress.json"):
         if path.exists():
-            state = try_json(path.read_text(encoding="utf-8"))
-            held = (state.get("request") if isinstance(state, dict) else None) or {}
-            if held != request:
-                other = {key: held.get(key) for key in request if held.get(key) != request[key]}
-                raise ValueError(
-                    f"{folder} holds another dataset or a part of it, {other}: delete it, or "
-                    "choose another --data_dir"
-                )
+            state = try_json(path.read_text(encoding="utf-8")) or {}
+            held = state.get("request", {})
+            other = {key: held.get(key) for key in request if held.get(key) != request[key]}
+            if other:
+                what = f"{folder} holds another dataset or a part of it, {other}"
+                raise ValueError(f"{what}: delete it, or choose another --data_dir")
             for file in state["files"]:
                 name, size = folder / file["name"], 2 * file["tokens"]
                 if "sha256" in file or name.stat().st_size < size:  # more may be left by a kill
                     shards.check_size(name, file["tokens"], state["command"])
             return state
-    if folder.exists():
-        if not folder.is_dir() or not all(re.match(OURS, path.name) for path in folder.iterdir()):
-            raise ValueError(f"{folder} is in the way, it is no dataset: choose another --data_dir")
+    if folder.exists() and not all(re.match(OURS, path.name) for path in folder.iterdir()):
+        raise ValueError(f"{folder} is in the way, it is no dataset: choose another --data_dir")
     return {}
-
-
-def get_tokenizer(cfg: PrepareConfig, documents: Callable) -> dict:
-    """The spec of the tokenizer that cfg asks for; "bpe" looks at training documents."""
-    if cfg.tokenizer != "bpe":
-        return tokenizers.gpt2_spec()
-    print(f"training a tokenizer of {cfg.vocab_size} tokens")
-    sides = split(documents(None), cfg.val_fraction)
-    texts = (text for _, is_val, text in sides if not is_val)
-    return tokenizers.bpe_spec(tokenizers.count_words(texts, BPE_CHARS), cfg.vocab_size)
-
-
-def report(cfg: PrepareConfig, train: ShardWriter, val: ShardWriter) -> None:
-    for writer in (train, val):
-        n = sum(entry["documents"] for entry in writer.entries)
-        print(f"{writer.folder}: {writer.split:5} {writer.tokens:>12,} tokens in {n:,} documents")
-    share, requested = val.tokens / (train.tokens + val.tokens), cfg.val_fraction
-    if not requested / 2 <= share <= requested * 2:
-        print(
-            f"validation has {share:.2%} of the tokens, not {requested:.2%}: more text comes closer"
-        )
-    if train.tokens < cfg.tokens:
-        print(f"the text ends after {train.tokens:,} of {cfg.tokens:,} training tokens")
 
 
 def write_dataset(cfg: PrepareConfig, documents: Callable, state: dict, folder: Path) -> None:
@@ -238,7 +203,13 @@ def write_dataset(cfg: PrepareConfig, documents: Callable, state: dict, folder: 
         write_atomically(folder / "progress.json", json.dumps(state, indent=2))
 
     if state["place"] is None:
-        spec = get_tokenizer(cfg, documents)
+        if cfg.tokenizer != "bpe":
+            spec = tokenizers.gpt2_spec()
+        else:
+            print(f"training a tokenizer of {cfg.vocab_size} tokens")
+            sides = split(documents(None), cfg.val_fraction)
+            words = tokenizers.count_words((t for _, is_val, t in sides if not is_val), BPE_CHARS)
+            spec = tokenizers.bpe_spec(words, cfg.vocab_size)
         write_atomically(folder / tokenizers.FILE_NAME, tokenizers.spec_bytes(spec))
     spec = tokenizers.read_spec(folder)
     encoding, digest = tokenizers.load_encoding(spec), tokenizers.digest(spec)
@@ -259,10 +230,8 @@ def write_dataset(cfg: PrepareConfig, documents: Callable, state: dict, folder: 
                 if bar.disable:
                     print(f"{train.tokens:,} training tokens", flush=True)
     if not train.tokens or not val.tokens:
-        raise ValueError(
-            f"{train.tokens} tokens are for training and {val.tokens} for validation, but both are "
-            "needed: use more text, or another --val_fraction"
-        )
+        what = f"{train.tokens} tokens are for training and {val.tokens} for validation"
+        raise ValueError(f"{what}, but both are needed: use more text, or another --val_fraction")
     train.sync(finish=True)
     val.sync(finish=True)
     files = [*train.entries, *val.entries, {"name": tokenizers.FILE_NAME, "sha256": digest}]
@@ -271,7 +240,14 @@ def write_dataset(cfg: PrepareConfig, documents: Callable, state: dict, folder: 
     about = {"tokenizer": spec["name"], "tokenizer_sha256": digest}
     note(**about, vocab_size=encoding.n_vocab, eot_id=encoding.eot_token)
     os.replace(folder / "progress.json", folder / "meta.json")
-    report(cfg, train, val)
+    for writer in (train, val):
+        n = sum(entry["documents"] for entry in writer.entries)
+        print(f"{folder}: {writer.split:5} {writer.tokens:>12,} tokens in {n:,} documents")
+    share, asked = val.tokens / (train.tokens + val.tokens), cfg.val_fraction
+    if not asked / 2 <= share <= asked * 2:
+        print(f"validation has {share:.2%} of the tokens, not {asked:.2%}: more text comes closer")
+    if train.tokens < cfg.tokens:
+        print(f"the text ends after {train.tokens:,} of {cfg.tokens:,} training tokens")
 
 
 def prepare(cfg: PrepareConfig, documents: Callable, source: str, command: str, size: int) -> Path:
@@ -294,17 +270,14 @@ def prepare(cfg: PrepareConfig, documents: Callable, source: str, command: str, 
                 size -= 2 * sum(entry["tokens"] for entry in state["files"])
                 free = shutil.disk_usage(folder).free
                 if size > free:
-                    raise ValueError(
-                        f"{folder} needs up to {size / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB "
-                        "are free: make room, or choose another --data_dir"
-                    )
+                    what = f"{size / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free"
+                    raise ValueError(f"{folder} needs up to {what}: make room")
                 write_dataset(cfg, documents, state, folder)
             except OSError as error:
                 if error.filename is not None:
                     raise
-                raise ValueError(
-                    f"cannot write {folder} ({error}): make room, and the same command continues"
-                ) from error
+                remedy = "make room, and the same command continues"
+                raise ValueError(f"cannot write {folder} ({error}): {remedy}") from error
             finally:
                 if not any((folder / name).exists() for name in ("progress.json", "meta.json")):
                     for path in set(folder.iterdir()) - {folder / "lock"}:

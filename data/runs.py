@@ -5,9 +5,8 @@ A run's folder: what train.py leaves there, and eval.py reads.
     out/canonical_toy/ckpt_003000/optimizer.pt    the rest of what training needs to go on
     out/canonical_toy/metrics.jsonl               a row per step
 
-A checkpoint is written under another name, flushed to the disk and renamed, and only then do older
-ones go: a kill or a full disk at any moment leaves the last one as it was. The files hold tensors,
-numbers, strings, lists and dicts only, so that no code in them is ever run.
+A kill or a full disk at any moment leaves the last checkpoint as it was. The files hold tensors and
+plain values only, so that no code in them is ever run.
 """
 
 import json
@@ -24,20 +23,19 @@ from data import tokenizers
 
 CONTENT = {
     "model.pt": {"model", "step", "config", "recipe", "data"},
-    "optimizer.pt": {"optimizer", "scaler", "metrics", "rng"},
+    "optimizer.pt": {"optimizer", "scaler", "metrics"},
 }
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     found = [path.parent for path in Path(run_dir).glob("ckpt_*/model.pt")]
-    return sorted(
-        (path for path in found if path.name[5:].isdigit()), key=lambda path: int(path.name[5:])
-    )
+    found = [path for path in found if path.name[5:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def load_file(path: Path) -> dict:
-    """The content of one file of a checkpoint, on the CPU. Raises ValueError with the remedy."""
+    """The content of one file of a checkpoint, on the CPU."""
     folder = path.parent
     if not path.is_file():
         raise ValueError(f"{path} is missing: put it back, or delete {folder} to do without it")
@@ -45,20 +43,15 @@ def load_file(path: Path) -> dict:
         # Mapped: a tensor is read from the disk when it is copied to its place, and never twice.
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a cut or foreign file fails in many ways
-        raise ValueError(
-            f"{path} is damaged or no checkpoint ({type(error).__name__}): put back a copy, or "
-            f"delete {folder} to go on from the checkpoint before it or from the start"
-        ) from error
+        words = f"damaged or no checkpoint: put back a copy, or delete {folder} to go on without it"
+        raise ValueError(f"{path} is {words}") from error
     if not isinstance(saved, dict) or CONTENT[path.name] - set(saved):
         raise ValueError(f"{path} is no checkpoint of this project: choose another folder")
     return saved
 
 
 def load_checkpoint(run_dir: str | Path, training: bool = False) -> dict:
-    """
-    The newest checkpoint of a run, or the one that run_dir itself is: the content of model.pt and,
-    for training, of optimizer.pt beside it. Raises ValueError with the remedy.
-    """
+    """The newest checkpoint of a run, or the one that run_dir is; with all files for training."""
     found = [Path(run_dir)] if Path(run_dir, "model.pt").is_file() else checkpoints(run_dir)
     if not found:
         raise ValueError(f"{run_dir} holds no checkpoint: train a run first, or fix the path")
@@ -83,10 +76,8 @@ def write_checkpoint(run_dir: str | Path, saved: dict, keep: int) -> None:
         os.replace(unfinished, folder)
     except (OSError, RuntimeError) as error:  # PyTorch reports a full disk as a RuntimeError
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise OSError(
-            f"cannot write {folder}, is the disk full? ({error}): make room, and the same command "
-            "continues from the checkpoint before it"
-        ) from error
+        remedy = "make room, and the same command continues from the checkpoint before it"
+        raise OSError(f"cannot write {folder}, is the disk full? ({error}): {remedy}") from error
     for old in checkpoints(run_dir)[:-keep]:
         os.replace(old, old.with_suffix(".tmp"))  # so that a kill leaves no half of it
         shutil.rmtree(old.with_suffix(".tmp"), ignore_errors=True)
@@ -96,7 +87,7 @@ def read_metrics(run_dir: str | Path) -> list[dict]:
     """The rows of metrics.jsonl. A last line that a kill cut short is left out."""
     path = Path(run_dir) / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [row for row in map(try_json, lines) if row]
+    return list(filter(None, map(try_json, lines)))
 
 
 def start_metrics(run_dir: str | Path, step: int, settings: dict) -> None:
@@ -115,12 +106,11 @@ def append_metrics(run_dir: str | Path, row: dict) -> None:
 def input_name(config: dict) -> str:
     """The input of a run, with the code settings that are not the paper's."""
     name = config["input_mode"]
-    if name != "learned":
-        paper = {"bits": 0, "symbols": "01", "scale": 1.0, "shift": False, "recodings": 1}
-        for key, value in paper.items():
-            own = config.get(f"code_{key}", value)
-            name += f" {key}={own}" if own != value else ""
-    return name
+    if name == "learned":
+        return name
+    paper = {"bits": 0, "symbols": "01", "scale": 1.0, "shift": False, "recodings": 1}
+    own = {key: config.get(f"code_{key}", value) for key, value in paper.items()}
+    return name + "".join(f" {key}={own[key]}" for key in paper if own[key] != paper[key])
 
 
 def describe(run: str, saved: dict) -> dict:
@@ -142,10 +132,8 @@ def read_tokenizer(run_dir: str, saved: dict) -> dict:
     folder = Path(run_dir).parent if Path(run_dir, "model.pt").exists() else Path(run_dir)
     spec = tokenizers.read_spec(folder)
     if tokenizers.digest(spec) != saved["data"]["tokenizer_sha256"]:
-        raise ValueError(
-            f"{folder} was trained with tokenizer {saved['data']['tokenizer']}, but holds another, "
-            f"{spec['name']}: copy the right one from the dataset"
-        )
+        words = f"was trained with tokenizer {saved['data']['tokenizer']}, but holds another"
+        raise ValueError(f"{folder} {words}: copy the right one from the dataset")
     return spec
 
 

@@ -10,13 +10,9 @@ A dataset is a folder that data/prepare.py writes:
     meta.json             vocabulary, counts of every file, where it all comes from
 
 A window is T inputs and the T tokens that follow each of them, so it takes T + 1 tokens of one
-file, and neighbours share one:
+file, and neighbours share one: tokens 0 .. 4, then 4 .. 8 for T = 4.
 
-    tokens     0 1 2 3 4 5 6 7 8
-    T = 4      [x x x x y]
-                       [x x x x y]
-
-Letters: B batch, T time (block_size), N windows of a split.
+Letters: B batch, T time (block_size), N windows of a split, V vocabulary.
 """
 
 import shlex
@@ -29,8 +25,6 @@ from config import try_json
 from data import tokenizers
 
 SCAN_TOKENS = 2**24  # up to this size every id is checked on opening; beyond, when it is read
-
-# --- meta.json ----------------------------------------------------------------
 
 
 def damaged(path: Path, what: str, command: str) -> ValueError:
@@ -51,9 +45,7 @@ def read_meta(folder: str | Path) -> dict:
         raise ValueError(f"dataset {folder} is not there (no {path}): prepare it with {remedy}")
     meta = try_json(path.read_text(encoding="utf-8"))
     required = {"tokenizer", "tokenizer_sha256", "vocab_size", "eot_id", "files", "command"}
-    missing = required - set(meta) if isinstance(meta, dict) else {"valid JSON"}
-    if not missing and not all({"name", "tokens"} <= set(file) for file in meta["files"]):
-        missing = {"the name or the tokens of a file"}
+    missing = {"valid JSON"} if meta is None else required - set(meta)
     if missing:
         lacks = ", ".join(sorted(missing))
         raise ValueError(f"{path} lacks {lacks}: delete {folder} and prepare it again")
@@ -83,9 +75,6 @@ def identity(meta: dict) -> dict:
     }
 
 
-# --- reading ------------------------------------------------------------------
-
-
 class Shards:
     """
     One split ("train" or "val") of a dataset. Only the tokens asked for are ever read, and no file
@@ -96,11 +85,9 @@ class Shards:
         self.folder, self.vocab_size, self.block_size = Path(folder), vocab_size, block_size
         self.meta = read_meta(folder)
         if self.meta["vocab_size"] != vocab_size:
-            raise ValueError(
-                f"{self.folder / 'meta.json'} has a vocabulary of {self.meta['vocab_size']} "
-                f"({self.meta['tokenizer']}), but vocab_size={vocab_size}: change one of them; "
-                f"`{self.meta['command']}` made this dataset"
-            )
+            path = self.folder / "meta.json"
+            what = f"{path} has a vocabulary of {self.meta['vocab_size']} ids, but {vocab_size=}"
+            raise ValueError(f"{what}: change one of them (`{self.meta['command']}` made it)")
         self.files = [file for file in self.meta["files"] if file["name"].startswith(split + "_")]
         self.paths = [self.folder / file["name"] for file in self.files]
         for path, file in zip(self.paths, self.files):
@@ -110,28 +97,24 @@ class Shards:
         self.first_window = np.concatenate([[0], np.cumsum(per_file)])  # of each file; the total
         self.n_windows, self.n_tokens = int(self.first_window[-1]), int(self.sizes.sum())
         if self.n_windows == 0:
-            raise ValueError(
-                f"{self.folder}: the {split} files hold {self.n_tokens} tokens, fewer than "
-                f"block_size + 1 = {block_size + 1} in a row: use more text, a smaller block_size"
-                + (" or a larger val_fraction" if split == "val" else "")
-            )
+            what = f"{self.folder}: the {split} files hold {self.n_tokens} tokens, fewer than"
+            remedy = f"use a smaller block_size, or more text in `{self.meta['command']}`"
+            raise ValueError(f"{what} block_size + 1 = {block_size + 1} in a row: {remedy}")
         if self.n_tokens <= SCAN_TOKENS:
             for i, size in enumerate(self.sizes):
                 self.read(i, 0, size)
 
     def read(self, i: int, start: int, stop: int) -> np.ndarray:
-        """Tokens start .. stop - 1 of file i, at most to its end: (n,) uint16, every id checked."""
+        """Tokens start .. stop - 1 of file i: (n,) uint16, every id checked."""
         # Not a memory map: every page that one has touched counts as this process's memory.
-        path, n = self.paths[i], max(0, stop - start)
-        tokens = np.fromfile(path, dtype="<u2", count=n, offset=2 * start)
-        if len(tokens) < min(stop, int(self.sizes[i])) - start:
+        path, V = self.paths[i], self.vocab_size
+        tokens = np.fromfile(path, dtype="<u2", count=stop - start, offset=2 * start)
+        if len(tokens) < stop - start:
             what = f"was cut while in use, to {path.stat().st_size // 2} of {self.sizes[i]} tokens"
             raise damaged(path, what, self.meta["command"])
-        if len(tokens) and tokens.max() >= self.vocab_size:
-            at = int(np.argmax(tokens >= self.vocab_size))
-            what = (
-                f"has id {tokens[at]} at token {start + at}, the vocabulary {self.vocab_size} ids"
-            )
+        if tokens.max() >= V:
+            at = int(np.argmax(tokens >= V))
+            what = f"has id {tokens[at]} at token {start + at}, the vocabulary {V} ids"
             raise damaged(path, what, self.meta["command"])
         return tokens
 
@@ -171,9 +154,6 @@ class Shards:
             yield x, y
 
 
-# --- the order of training ----------------------------------------------------
-
-
 def scramble(x: np.ndarray) -> np.ndarray:
     """A 64-bit hash: shifts and odd multipliers, the finalizer of MurmurHash3."""
     x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
@@ -185,11 +165,9 @@ def shuffled(entries: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """
     A pseudo-random bijection of 0 .. n-1, computed entry by entry, so no list of n is ever stored.
 
-    A Feistel network: cut a number into halves (left, right) and repeat
-        left, right = right, left XOR hash(right)
-    which can be undone step by step, whatever the hash is. It shuffles 0 .. 2^(2 h) - 1; an entry
-    that leaves 0 .. n-1 goes through again until it is back ("cycle walking"), about 4 times at
-    most on average, since 2^(2 h) < 4 n.
+    A Feistel network: each step can be undone, whatever the hash is. It shuffles 0 .. 2^(2 h) - 1;
+    an entry that leaves 0 .. n-1 goes through again until it is back ("cycle walking"), about 4
+    times at most on average, since 2^(2 h) < 4 n.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)  # h bits
     mask = np.uint64(2**half - 1)
@@ -209,8 +187,8 @@ def window_numbers(first: int, count: int, n_windows: int, seed: int) -> np.ndar
     """
     The windows at positions first .. first + count - 1 of a run: (count,) int64.
 
-    Position p is entry p mod N of epoch p // N, and every epoch is a shuffle of all N windows.
-    A function of p, N and seed alone: ranks, restarts and the kind of input cannot change it.
+    Position p is entry p mod N of epoch p // N, and every epoch is a shuffle of all N windows:
+    ranks, restarts and the kind of input cannot change it.
     """
     positions = np.arange(first, first + count)
     epochs, entries = positions // n_windows, positions % n_windows

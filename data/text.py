@@ -11,8 +11,6 @@ A folder stands for every file below it that is not hidden, in the order of thei
 
 Whatever is longer than 1/512 of the input is cut into parts, at a blank line if there is one, else
 at the end of a line or a word, so that a single short book, too, has text for both sides.
-
-Then: python train.py --data_dir=data/text --run_name=text
 """
 
 import hashlib
@@ -51,7 +49,7 @@ def list_files(inputs: list[str]) -> list[Path]:
     if left_out:
         print(f"left out, a link to a folder or to nothing, or no file: {', '.join(left_out)}")
     if not files:
-        raise ValueError(f"input {', '.join(inputs)} has no files, hidden ones do not count")
+        raise ValueError(f"input {', '.join(inputs)} has no files to read: write --input=PATH")
     return list(files)
 
 
@@ -69,9 +67,7 @@ def read_lines(path: Path, errors: str, longest: int = -1) -> Iterator[str]:
             yield from iter(lambda: f.readline(longest), "")
         except UnicodeDecodeError as error:
             at = f.buffer.tell() - len(error.object) + error.start
-            what = (
-                f"byte 0x{error.object[error.start]:02x} at offset {at}; convert the file to UTF-8"
-            )
+            what = f"byte 0x{error.object[error.start]:02x} at offset {at}; convert the file"
             if head.decode("utf-8", "replace").count("\ufffd") <= 10:
                 what += ", or --errors=replace writes a replacement character"
             raise ValueError(f"{path} is not UTF-8: {what}") from None
@@ -98,14 +94,12 @@ def read_rows(path: Path, errors: str) -> Iterator[tuple[int, str]]:
 
 def cut(lines: Iterable[str], longest: int) -> Iterator[str]:
     """The text in parts of at most so many characters, cut at the best place of the second half."""
-    text = ""
+    text, half = "", longest // 2
     for line in lines:
         text += line
         while len(text) > longest:
-            ends = [
-                text.rfind(end, longest // 2, longest) + len(end) for end in ("\n\n", "\n", " ")
-            ]
-            at = next((end for end in ends if end > longest // 2), longest)
+            ends = [text.rfind(end, half, longest) + len(end) for end in ("\n\n", "\n", " ")]
+            at = next((end for end in ends if end > half), longest)
             yield text[:at]
             text = text[at:]
     yield text
@@ -132,8 +126,6 @@ def main(argv: list[str]) -> None:
     words, given = split_args(argv, TextConfig, __doc__)
     cfg = load_config(TextConfig, given)
     inputs = [name for name in [cfg.input, *words] if name]
-    if not inputs:
-        raise ValueError("name what to read: python -m data.text --input=PATH")
     files = list_files(inputs)
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     digest = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]

@@ -40,8 +40,6 @@ PATTERN = (
     rf"| ?[^{_SPACE}0-9{_LETTER}]{{1,32}}|[{_SPACE}]{{1,32}}(?![^{_SPACE}])|[{_SPACE}]{{1,32}}"
 )
 
-# --- training -----------------------------------------------------------------
-
 
 def count_words(texts: Iterable[str], limit: float = math.inf) -> Counter:
     """How often each word of PATTERN occurs, as bytes, in about so many characters of text."""
@@ -60,8 +58,8 @@ def train_bpe(words: Counter, n_tokens: int) -> list[bytes]:
     most frequent pair of neighbours (among equals the pair of the smallest ids). Fewer if every
     word is one token. Raises ValueError below 256.
 
-    Counting anew after each merge costs (merges x corpus). Instead, the counts are kept, and a
-    merge visits only the places of its pair (arXiv:1508.07909 trains the same merges).
+    The counts are kept, and a merge visits only the places of its pair (arXiv:1508.07909 counts
+    anew, and trains the same merges).
     """
     if n_tokens < 256:
         raise ValueError(f"a byte-level BPE has at least 256 tokens, got {n_tokens}")
@@ -116,9 +114,6 @@ def train_bpe(words: Counter, n_tokens: int) -> list[bytes]:
     return tokens
 
 
-# --- tiktoken encodings -------------------------------------------------------
-
-
 def make_spec(name: str, pattern: str, tokens: list[bytes]) -> dict:
     return {
         "name": name,
@@ -132,10 +127,8 @@ def bpe_spec(words: Counter, vocab_size: int) -> dict:
     """A trained tokenizer of vocab_size ids, end-of-text last. Raises for too few words."""
     tokens = train_bpe(words, vocab_size - 1)
     if len(tokens) < vocab_size - 1:
-        raise ValueError(
-            f"this text has only enough words for vocab_size={len(tokens) + 1}, got {vocab_size}: "
-            "lower vocab_size, or use more text"
-        )
+        what = f"this text has only enough words for vocab_size={len(tokens) + 1}"
+        raise ValueError(f"{what}, got {vocab_size}: lower vocab_size, or use more text")
     return make_spec(f"bpe-{vocab_size}", PATTERN, tokens)
 
 
@@ -144,10 +137,8 @@ def gpt2_spec() -> dict:
     try:
         gpt2 = tiktoken.get_encoding("gpt2")
     except Exception as error:  # whatever the network raises
-        raise ValueError(
-            f"cannot fetch GPT-2's vocabulary ({type(error).__name__}): connect to the network "
-            "once, or set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's files"
-        ) from error
+        what = f"cannot fetch GPT-2's vocabulary ({type(error).__name__})"
+        raise ValueError(f"{what}: connect to the network, or set TIKTOKEN_CACHE_DIR") from error
     by_rank = sorted(gpt2._mergeable_ranks.items(), key=lambda item: item[1])
     return make_spec("gpt2-49152", gpt2._pat_str, [token for token, _ in by_rank[:49151]])
 
@@ -164,23 +155,15 @@ def digest(spec: dict) -> str:
 
 def read_spec(folder: str | Path) -> dict:
     path = Path(folder) / FILE_NAME
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: copy it from the dataset, or prepare it again")
-    spec = try_json(path.read_text(encoding="utf-8"))
-    keys = {"name", "pat_str", "special_tokens", "mergeable_ranks"}
-    if not isinstance(spec, dict) or keys - set(spec):
-        raise ValueError(f"{path} is damaged: copy it from the dataset, or prepare it again")
+    spec = try_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if spec is None:
+        raise ValueError(f"{path} is missing or damaged: copy it from the dataset")
     return spec
 
 
 def load_encoding(spec: dict) -> tiktoken.Encoding:
     ranks = {base64.b64decode(token): i for i, token in enumerate(spec["mergeable_ranks"])}
-    return tiktoken.Encoding(
-        spec["name"],
-        pat_str=spec["pat_str"],
-        mergeable_ranks=ranks,
-        special_tokens=spec["special_tokens"],
-    )
+    return tiktoken.Encoding(**spec | {"mergeable_ranks": ranks})
 
 
 def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:

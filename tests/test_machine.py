@@ -34,19 +34,18 @@ H100, V100, P100 = (9, 0), (7, 0), (6, 0)
     [
         ("auto", "auto", "auto", None, False, True, ("cpu", "float32", False, False, False)),
         ("auto", "auto", "True", None, False, True, ("cpu", "float32", False, True, False)),
-        ("auto", "auto", "True", None, False, False, "needs a C\\+\\+ compiler"),
+        ("auto", "auto", "True", None, False, False, "compile=True needs a C\\+\\+ compiler"),
         ("cpu", "bfloat16", "auto", H100, False, True, ("cpu", "bfloat16", False, False, False)),
         ("cpu", "float16", "auto", None, False, True, "dtype=float16 needs a CUDA device"),
         ("auto", "auto", "auto", None, True, True, ("mps", "float32", False, False, False)),
-        ("mps", "auto", "True", None, True, True, "torch.compile does not work here"),
-        ("mps", "auto", "auto", None, False, True, "device=mps is not available here"),
+        ("mps", "auto", "True", None, True, True, "compile=True needs"),
         ("auto", "auto", "auto", H100, False, True, ("cuda", "bfloat16", False, True, True)),
         ("auto", "auto", "auto", H100, False, False, ("cuda", "bfloat16", False, False, True)),
         ("cuda", "float32", "auto", H100, False, True, ("cuda", "float32", False, True, False)),
         ("auto", "auto", "auto", V100, False, True, ("cuda", "float16", True, True, False)),
         ("auto", "bfloat16", "auto", V100, False, True, "this GPU has no bfloat16"),
         ("auto", "auto", "auto", P100, False, True, ("cuda", "float16", True, False, False)),
-        ("auto", "auto", "True", P100, False, True, "no GPU below compute capability 7"),
+        ("auto", "auto", "True", P100, False, True, "compile=True needs .* of capability 7.0"),
         ("cuda", "auto", "auto", None, False, True, "device=cuda is not available here"),
     ],
 )
@@ -65,7 +64,7 @@ def test_a_compiler_that_is_broken_or_missing_is_none(tmp_path, monkeypatch):
     for path in (broken, tmp_path / "missing"):
         monkeypatch.setenv("CXX", str(path))
         assert setup_runtime("cpu", compile="auto").precision == EAGER
-        with pytest.raises(ValueError, match="use compile=False or auto"):
+        with pytest.raises(ValueError, match="compile=True needs a C"):
             setup_runtime("cpu", compile="True")
     broken.write_text("#!/bin/sh\nexit 0\n")
     monkeypatch.setenv("CXX", str(broken))
@@ -87,7 +86,7 @@ def test_on_a_gpu_attention_is_fused_and_memory_grows_in_place(monkeypatch):
             assert backends.flash_sdp_enabled()
         assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
         os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        with pytest.raises(ValueError, match="2 processes need as many GPUs, this machine has 1"):
+        with pytest.raises(ValueError, match="--nproc_per_node=2 needs as many GPUs, here are 1"):
             setup_runtime("cuda")
     finally:
         backends.enable_math_sdp(True)
@@ -111,10 +110,14 @@ def test_a_width_that_fused_attention_does_not_take_is_refused(monkeypatch):
 # --- processes -----------------------------------------------------------------
 
 
-def test_one_process_is_rank_0_whatever_a_shell_still_holds(monkeypatch):
+def test_what_a_shell_and_torchrun_leave_in_the_environment(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     rt = setup_runtime("cpu")
     assert (rt.rank, rt.world_size) == (0, 1)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(ValueError, match="needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        init_processes("gloo")
 
 
 def test_two_ranks_sum_gather_and_fail_together(tmp_path):
@@ -141,19 +144,11 @@ close_processes(rt)
 """)
     result = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script))
     assert result.returncode == 0, result.stderr[-2000:]
-    differ = "rank 1 differs from rank 0 in seed (1, not 0): start all of them with the same code, "
+    differ = "rank 1 differs from rank 0 in seed (1, not 0): start all alike"
     expected = [[3.0, 20.0], True, False, [0, 0, 1, 1], "from the first", "from the first"]
-    expected = f"LINES {expected + [differ + 'settings and files']}"
+    expected = f"LINES {expected + [differ]}"
     assert result.stdout.count(expected) == 2, result.stdout
     assert result.stdout.count("WORK") == 2  # once per kind of error, on one rank
-
-
-def test_restarts_on_several_machines_ask_for_a_store_each(monkeypatch):
-    restarts = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for key, value in (restarts | {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}).items():
-        monkeypatch.setenv(key, value)
-    with pytest.raises(ValueError, match="needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        init_processes("gloo")
 
 
 # --- signals -------------------------------------------------------------------
@@ -181,12 +176,20 @@ def start(*args: str, before: tuple = ()) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
-def test_a_signal_to_end_is_told_and_the_program_goes_on(name):
-    process = start(WAITING)
-    process.send_signal(getattr(signal, name))
-    assert process.communicate(timeout=10)[0] == b"%d\n" % getattr(signal, name)
-    assert process.returncode == 0
+@pytest.mark.parametrize(
+    "before, sent, told",
+    [
+        ((), ["SIGTERM"], b"15\n"),
+        ((), ["SIGHUP"], b"1\n"),
+        ((), ["SIGUSR1"], b"10\n"),
+        (("nohup",), ["SIGHUP", "SIGTERM"], b"15\n"),  # a closed terminal does not stop it
+    ],
+)
+def test_a_signal_to_end_is_told_and_the_program_goes_on(before, sent, told):
+    process = start(WAITING, before=before)
+    for name in sent:
+        process.send_signal(getattr(signal, name))
+    assert process.communicate(timeout=10)[0] == told and process.returncode == 0
 
 
 def test_a_second_ctrl_c_ends_a_program_at_once():
@@ -195,29 +198,6 @@ def test_a_second_ctrl_c_ends_a_program_at_once():
     assert process.stdout.readline() == b"2\n"
     process.send_signal(signal.SIGINT)
     assert b"KeyboardInterrupt" in process.communicate(timeout=4)[1]
-
-
-def test_a_closed_terminal_does_not_stop_what_nohup_started():
-    process = start(WAITING, before=("nohup",))
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=10)[0] == b"15\n"
-
-
-def test_handlers_come_back_and_other_threads_install_none():
-    handler, seen = signal.getsignal(signal.SIGTERM), []
-
-    def enter():
-        with Stop() as stop:
-            seen.extend([stop.signal, signal.getsignal(signal.SIGTERM)])
-
-    with Stop() as stop:
-        assert signal.getsignal(signal.SIGTERM) == stop.handle
-    assert signal.getsignal(signal.SIGTERM) == handler
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert seen == [0, handler]
 
 
 # --- files ---------------------------------------------------------------------
@@ -245,33 +225,3 @@ def test_a_folder_is_one_processs_at_a_time_and_free_after_kill_9(tmp_path):
     with folder_lock(folder):
         assert f"process {os.getpid()} on ".encode() in (folder / "lock").read_bytes()
     assert list(folder.iterdir()) == []
-
-
-def test_of_two_that_take_over_a_stale_lock_the_last_to_write_has_it(tmp_path, monkeypatch):
-    (tmp_path / "lock").write_bytes(b"\xff of another machine")
-    write = Path.write_bytes
-
-    def write_and_lose(path: Path, content: bytes) -> None:
-        write(path, content)
-        write(path, b"process 7 on another machine, 1")
-
-    monkeypatch.setattr(Path, "write_bytes", write_and_lose)
-    with pytest.raises(ValueError, match="is in use"), folder_lock(tmp_path):
-        pass
-    assert (tmp_path / "lock").read_bytes().startswith(b"process 7")  # it stays the other's
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "a.json"
-    write_atomically(path, "first\n\u00e9")
-    write_atomically(tmp_path / "b", b"\xff")
-    assert path.read_bytes() == b"first\n\xc3\xa9" and (tmp_path / "b").read_bytes() == b"\xff"
-
-    def full(number: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"cannot write .*a.json \(No space left on device\).* as it"):
-        write_atomically(path, "second")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "b"]
-    assert path.read_bytes() == b"first\n\xc3\xa9"

@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from config import load_config
 from config.plan import flops_per_token, memory, n_params, parameters, peak_flops
-from model import GPT, GPTConfig
+from model import GPT
 from train import TrainConfig, main
 
 
@@ -48,36 +48,6 @@ def test_the_memory_of_the_large_run_is_that_of_a_trace(compiled, recompute, tra
     assert memory(config("learned_1p7b"), True, compiled)["16-bit weights"] == 2 * N  # no table
 
 
-def kept_bytes(cfg: GPTConfig, recompute: bool) -> int:
-    """What the loss keeps for its backward pass, without parameters and buffers."""
-    model, kept = GPT(cfg, recompute), {}
-    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        if t.untyped_storage().data_ptr() not in own:
-            kept[t.untyped_storage().data_ptr()] = t  # keeps it, so that no address is used twice
-        return t
-
-    ids = torch.zeros(2, cfg.block_size, dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(ids, ids)
-    return sum(t.untyped_storage().nbytes() for t in kept.values())
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_block_keeps_what_the_plan_says(recompute):
-    def both(n_layer: int) -> tuple[int, int]:
-        cfg = TrainConfig(
-            input_mode="learned", vocab_size=256, block_size=64, n_embd=128, n_inner=384,
-            n_layer=n_layer, batch_size=2, activation_checkpointing=recompute,
-        )  # fmt: skip
-        return kept_bytes(cfg, recompute), memory(cfg, False, False)["activations"]
-
-    (kept_2, planned_2), (kept_3, planned_3) = both(2), both(3)
-    extra = 0 if recompute else 2 + 2  # per token: a number per norm, and one per head
-    assert kept_3 - kept_2 == planned_3 - planned_2 + 4 * 2 * 64 * extra
-
-
 def plan(capsys, *args: str) -> str:
     main([str(ROOT / "config" / "learned_1p7b.py"), "--plan", "--data_dir=no/such", *args])
     return capsys.readouterr().out
@@ -110,8 +80,6 @@ def test_peaks_are_found_by_the_gpus_name(monkeypatch):
         "NVIDIA H100 80GB HBM3": 989e12,
         "NVIDIA L40S": 362e12,
         "NVIDIA L40": 181e12,
-        "NVIDIA L4": 121e12,
-        "NVIDIA A10G": 70e12,
         "A new card": None,
     }.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)

@@ -26,6 +26,7 @@ def commands() -> list[list[str]]:
     lines = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
     lines = re.sub(r"\$\{arm\}", "gf2", lines).replace("$seed", "1")
     parts = [part.split("#")[0].strip() for line in lines.splitlines() for part in line.split("&&")]
+    parts = [part.split("WORLD_SIZE=8 ")[-1].split("DISABLE_SHARE_RDZV_TCP_STORE=1 ")[-1] for part in parts]
     return [shlex.split(part) for part in parts if part.startswith(("python ", "torchrun "))]
 
 
@@ -41,10 +42,11 @@ def test_every_command_names_files_and_settings_that_exist(command):
         words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]
     program = words[0]
     if program in SETTINGS:
-        files, given = split_args([word for word in words[1:] if word != "--help"])
+        words = [word for word in words[1:] if word not in ("--help", "--plan")]
+        files, given = split_args(words, SETTINGS[program], "")
         configs = [path for path in files if path.startswith("config/")]
         assert all((ROOT / path).exists() for path in configs)
-        load_config(SETTINGS[program], configs, given)
+        load_config(SETTINGS[program], given, configs)
     else:
         assert program in ("pytest", "codes.py", "tests/bench.py") and (
             program == "pytest" or (ROOT / program).exists()

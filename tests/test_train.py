@@ -290,7 +290,7 @@ def test_a_run_can_be_prolonged_and_says_what_that_does_to_the_rate(tiny_argv, t
     main(tiny_argv("decayed"))
     capsys.readouterr()
     main(tiny_argv("decayed", "--max_iters=40"))  # step 20 ended at 1/5 of the peak of 3e-3
-    assert "after step 20, learning rate 6.00e-04 -> 3.00e-03" in capsys.readouterr().out
+    assert "continuing after step 20, learning rate 6.00e-04 -> 3.00e-03" in capsys.readouterr().out
 
 
 def test_a_run_from_before_a_setting_existed_continues_with_its_default(tiny_argv, tmp_path):
@@ -518,7 +518,8 @@ def test_a_folder_is_one_runs_at_a_time(tiny_argv, tmp_path):
     process.kill()
     process.communicate()
     assert (tmp_path / "run" / "lock").exists()  # a killed run's lock does not hold
-    assert main(tiny_argv("run", *LONG, "--max_iters=12")) == 0
+    n = load_checkpoint(tmp_path / "run")["step"] + 2
+    assert main(tiny_argv("run", *LONG, f"--max_iters={n}")) == 0
     assert not (tmp_path / "run" / "lock").exists()
 
 
@@ -556,7 +557,7 @@ def start(args: list[str], ranks: int = 1, *options: str) -> subprocess.Popen:
         launcher += options
     return subprocess.Popen(
         [*launcher, "train.py", *args], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )  # fmt: skip
 
 
@@ -739,4 +740,4 @@ def test_a_rows_figures_belong_together(tiny_argv, tmp_path, monkeypatch):
         flops = make_model().flops_per_token() * row["tok_per_s"]
         assert row["mfu"] == pytest.approx(flops / 1e12)
         assert row["tok_per_s"] == pytest.approx(256 / row["dt_ms"] * 1000)
-        assert 0.05 < row["memory_gb"] < 50
+        assert row["memory_gb"] is None  # the GPU's
