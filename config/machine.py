@@ -139,8 +139,8 @@ class Runtime:
 
     def peak_memory_gb(self) -> float | None:
         """The most of the GPU's memory that this process has held; None without a GPU."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / 1e9
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.max_memory_allocated(self.device) / 1e9 if on_gpu else None
 
     def check_agreement(self, own: dict) -> None:
         """Raises ValueError, on all ranks, with what a rank was given that rank 0 was not."""

@@ -106,11 +106,12 @@ def append_metrics(run_dir: str | Path, row: dict) -> None:
 def input_name(config: dict) -> str:
     """The input of a run, with the code settings that are not the paper's."""
     name = config["input_mode"]
-    if name == "learned":
-        return name
-    paper = {"bits": 0, "symbols": "01", "scale": 1.0, "shift": False, "recodings": 1}
-    own = {key: config.get(f"code_{key}", value) for key, value in paper.items()}
-    return name + "".join(f" {key}={own[key]}" for key in paper if own[key] != paper[key])
+    if name != "learned":
+        paper = {"bits": 0, "symbols": "01", "scale": 1.0, "shift": False, "recodings": 1}
+        for key, value in paper.items():
+            own = config.get(f"code_{key}", value)
+            name += f" {key}={own}" if own != value else ""
+    return name
 
 
 def describe(run: str, saved: dict) -> dict:

@@ -1,15 +1,13 @@
 """
 Benchmarks, run by hand: ratios within one run, never absolute times.
 
-    python tests/bench.py [--train] [--loss] [--sample] [--start] [--corpus] [--eval]
+    python tests/bench.py [--train] [--loss] [--corpus] [--eval]
 
 Without a name it runs all but --eval.
 
     train    tokens per second against transformers' Llama: same shapes, optimizer, threads; eager and,
              where a C++ compiler is found, compiled
     loss     head and loss at V = 49,152: memory and speed against logits-then-cross-entropy
-    sample   512 tokens with the key/value cache against without
-    start    seconds of `import train` and of --help
     corpus   tokens per second of data.text, from parquet files to shards, against tiktoken alone on one
              core; and its memory for a small and a large corpus
     eval     items per second on the files of BENCHMARK_DIR against lm-evaluation-harness on the export
@@ -166,26 +164,6 @@ def bench_loss() -> None:
     )
 
 
-def bench_sample() -> None:
-    model = GPT(GPTConfig("learned", 4096, 1024, n_layer=6, n_head=4, n_embd=256))
-    prompt = torch.zeros(1, 1, dtype=torch.long)
-    ways = {
-        str(use): lambda use=use: model.generate(prompt, 512, temperature=0, use_cache=use) for use in (True, False)
-    }
-    times = times_in_turns(ways, repeats=1)
-    print(f"sample 512 tokens: the rate with the cache / without {ratio(times['False'], times['True'])}")
-
-
-def bench_start() -> None:
-    for args in (["-c", "import train"], ["train.py", "--help"]):
-        ts = []
-        for _ in range(3):
-            t0 = time.perf_counter()
-            subprocess.run([sys.executable, *args], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-            ts.append(time.perf_counter() - t0)
-        print(f"start: python {' '.join(args)} takes {min(ts):.1f} s")
-
-
 def write_corpus(folder: Path, copies: int) -> list[str]:
     """The documents of the default corpus again and again, in parquet files."""
     import pyarrow as pa
@@ -280,6 +258,6 @@ def bench_eval() -> None:
 
 
 if __name__ == "__main__":
-    names = [arg.lstrip("-") for arg in sys.argv[1:]] or ["train", "loss", "sample", "start", "corpus"]
+    names = [arg.lstrip("-") for arg in sys.argv[1:]] or ["train", "loss", "corpus"]
     for name in names:
         globals()[f"bench_{name}"]()

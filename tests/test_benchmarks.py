@@ -2,28 +2,25 @@
 
 import json
 import math
-import os
 import shutil
 import statistics
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import TINY, assert_clean_error, make_model, run
 
-import eval as eval_module
 from config.machine import Precision, Runtime
 from data.benchmarks import TASKS, Item, find_tasks, make_requests, pair_to_ids, read_items, task_metrics
 from data.tokenizers import load_encoding, read_spec
-from eval import score, score_batch
+from eval import main, score, score_batch
+from model import GPTConfig
 from train import main as train
 
 RT = Runtime(Precision("cpu", "float32", scaler=False, compile=False, flash=True))
 
 
-# -------------------------------------------------------------------------------
-# what is asked
+# --- what is asked ------------------------------------------------------------
 
 
 def item(task: str, **row) -> Item:
@@ -31,8 +28,9 @@ def item(task: str, **row) -> Item:
 
 
 def test_hellaswag_by_hand():
-    got = item("hellaswag", activity_label="Baking", ctx_a="[header] How to bake [title] Mix it.",
-               ctx_b="THE Dough", endings=["[step] Knead it.", "a [x]b   c", "[title] d", " [title] e"], label="3")  # fmt: skip
+    row = {"activity_label": "Baking", "ctx_a": "[header] How to bake [title] Mix it.", "ctx_b": "THE Dough"}
+    endings = ["[step] Knead it.", "a [x]b   c", "[title] d", " [title] e"]
+    got = item("hellaswag", **row, endings=endings, label="3")
     # Marks go, spaces that stood beside them stay; two spaces become one, three become two.
     assert [p[0] for p in got.pairs] == ["Baking: How to bake. Mix it. The dough"] * 4
     assert [p[1] for p in got.pairs] == ["  Knead it.", " a b  c", "  d", "  e"]
@@ -69,13 +67,14 @@ def test_text_becomes_ids_together_and_spaces_move_to_the_continuation(dataset):
         ids = pair_to_ids(encoding, context, continuation)
         assert ids[0] == encoding.encode_ordinary(context.rstrip())
         assert ids[0] + ids[1] == encoding.encode_ordinary(context + continuation)
+    (request,), _ = make_requests([item("lambada_openai", text="two")], "x", encoding, 32)
+    assert request == ([encoding.eot_token], encoding.encode_ordinary(" two"))  # a text of one word
     assert pair_to_ids(encoding, "", "two") == ([encoding.eot_token], encoding.encode_ordinary("two"))
     context, continuation = pair_to_ids(encoding, "text ends in ", " ")
     assert encoding.decode(continuation) == "  "
 
 
-# -------------------------------------------------------------------------------
-# scores
+# --- scores -------------------------------------------------------------------
 
 
 def slow_score(model, context: list[int], continuation: list[int]) -> tuple[float, bool]:
@@ -120,42 +119,58 @@ def test_contexts_are_cut_at_their_start_and_continuations_never(dataset):
         make_requests([Item([("a", " b")], 0, [1]), long], "x", encoding, 3)
 
 
-def test_greedy_needs_every_token():
-    model = make_model()
-    context = [1, 2, 3]
-    first = model(torch.tensor([context]))[0, -1].argmax().item()
-    second = model(torch.tensor([context + [first]]))[0, -1].argmax().item()
-    targets = [[first, second], [first, (second + 1) % 512], [first]]
-    scores = score_batch(model, [(context, target) for target in targets], RT)
-    assert [flag for _, flag in scores] == [True, False, True]
+class FourTokens(torch.nn.Module):
+    """A model of four tokens that looks at the last one alone: row a has p(next | a)."""
+
+    def __init__(self):
+        super().__init__()
+        p = [[0.1, 0.2, 0.3, 0.4], [0.1, 0.1, 0.7, 0.1], [0.25, 0.5, 0.125, 0.125], [0.4, 0.3, 0.2, 0.1]]
+        self.cfg = GPTConfig(vocab_size=4, n_embd=4, n_head=1)
+        self.lm_head = torch.nn.Linear(4, 4, bias=False)
+        self.lm_head.weight.data = torch.tensor(p).log().T + 3  # a constant on all logits changes nothing
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(ids, 4).float()  # (B, T, 4)
 
 
-# -------------------------------------------------------------------------------
-# metrics
+def test_four_tokens_scored_by_hand():
+    requests = [
+        ([0, 1], [2, 1]),  # p(2 | 1) p(1 | 2) = 0.7 * 0.5, each the likeliest
+        ([3, 3, 3, 1], [2, 3]),  # 0.7 * p(3 | 2) = 0.7 * 0.125: only the first is the likeliest
+        ([2], [0]),  # 0.25
+        ([1, 2, 0], [3]),  # 0.4
+        ([0], [3, 0, 2]),  # 0.4 * 0.4 * 0.3: the last is not
+    ]
+    scores = score_batch(FourTokens(), requests, RT)
+    by_hand = [0.7 * 0.5, 0.7 * 0.125, 0.25, 0.4, 0.4 * 0.4 * 0.3]
+    assert [math.exp(ll) for ll, _ in scores] == pytest.approx(by_hand, rel=1e-5)
+    assert [flag for _, flag in scores] == [True, False, False, True, False]
+
+
+# --- metrics ------------------------------------------------------------------
 
 
 def metrics(task: str, items: list[Item], lls, greedy=None) -> dict:
     return task_metrics(TASKS[task], items, lls, greedy or [[False] * len(ll) for ll in lls])
 
 
-def test_acc_norm_divides_by_characters_of_the_choice():
-    # a character: -6/6 = -1, -5/4 = -1.25; a byte: -6/12 = -0.5, -5/4; with its space: -6/7, -5/5
-    accented = Item([("c", " " + "\u00e9" * 6), ("c", " abcd")], 0, [6, 4])
-    assert metrics("piqa", [accented], [[-6.0, -5.0]])["acc_norm"] == 1.0
-    assert metrics("piqa", [accented], [[-6.0, -5.0]])["acc"] == 0.0
-    # -9/6 = -1.5 against -5/4 = -1.25: the second by characters, the first by bytes (-9/12)
-    assert metrics("piqa", [accented], [[-9.0, -5.0]])["acc_norm"] == 0.0
-    # 10 characters and 1: by characters -2.0 and -2.1, with the delimiter -1.82 and -1.05
-    edge = Item([("c", " " + "x" * 10), ("c", " y")], 0, [10, 1])
-    assert metrics("piqa", [edge], [[-20.0, -2.1]])["acc_norm"] == 1.0
-
-
-def test_ties_go_to_the_first_and_an_empty_choice_is_never_picked():
-    two = [Item([("c", " a"), ("c", " a")], gold, [1, 1]) for gold in (0, 1)]
-    got = metrics("piqa", two, [[-1.0, -1.0], [-1.0, -1.0]])
-    assert got["acc"] == got["acc_norm"] == 0.5
-    empty = Item([("c", " "), ("c", " abc")], 1, [0, 3])
-    assert metrics("piqa", [empty], [[-0.1, -9.0]])["acc_norm"] == 1.0
+@pytest.mark.parametrize(
+    "choices, lengths, lls, acc, acc_norm",
+    [
+        # a character: -6/6 = -1, -5/4 = -1.25; a byte: -6/12 = -0.5, -5/4; with its space: -6/7, -5/5
+        (["\u00e9" * 6, "abcd"], [6, 4], [-6.0, -5.0], 0, 1),
+        # -9/6 = -1.5 against -5/4 = -1.25: the second by characters, the first by bytes (-9/12)
+        (["\u00e9" * 6, "abcd"], [6, 4], [-9.0, -5.0], 0, 0),
+        # 10 characters and 1: by characters -2.0 and -2.1, with the delimiter -1.82 and -1.05
+        (["x" * 10, "y"], [10, 1], [-20.0, -2.1], 0, 1),
+        (["a", "a"], [1, 1], [-1.0, -1.0], 1, 1),  # a tie goes to the first
+        (["abc", ""], [3, 0], [-9.0, -0.1], 0, 1),  # an empty choice is never picked by its length
+    ],
+)
+def test_acc_norm_divides_by_characters_of_the_choice(choices, lengths, lls, acc, acc_norm):
+    one = Item([("c", f" {choice}") for choice in choices], 0, lengths)
+    got = metrics("piqa", [one], [lls])
+    assert (got["acc"], got["acc_norm"]) == (acc, acc_norm)
 
 
 def test_standard_errors_by_hand():
@@ -175,8 +190,7 @@ def test_lambada_counts_whole_words_and_perplexity_per_word():
     assert got["perplexity_stderr"] == pytest.approx(math.exp(2) / math.sqrt(3))
 
 
-# -------------------------------------------------------------------------------
-# reading
+# --- reading ------------------------------------------------------------------
 
 
 def write(folder: Path, task: str, *rows) -> None:
@@ -186,41 +200,41 @@ def write(folder: Path, task: str, *rows) -> None:
 
 
 GOOD = {"goal": "g", "sol1": "one two", "sol2": "three", "label": 0}
-
-
-@pytest.mark.parametrize(
-    "row, message",
-    [
-        ({"goal": "g", "sol1": "a", "label": 0}, "no item of piqa as baber/piqa .*KeyError: 'sol2'"),
-        (GOOD | {"label": ""}, "line 2 is no item of piqa"),
-        (GOOD | {"label": -1}, "line 2 is no item of piqa .*no choice -1"),
-        (GOOD | {"label": 2}, "no choice 2"),
-        (GOOD | {"sol1": None}, "line 2 is no item of piqa"),
-        ('{"goal": ', "line 2 is not JSON"),
-        ("[" * 100_000, "line 2 is not JSON"),
-        ("[1]", "line 2 is no item of piqa"),
-    ],
-)
-def test_a_wrong_row_is_named_by_file_and_line(tmp_path, row, message):
-    write(tmp_path, "piqa", GOOD, row)
-    with pytest.raises(ValueError, match=message):
-        read_items(TASKS["piqa"], str(tmp_path))
-    assert len(read_items(TASKS["piqa"], str(tmp_path), limit=1)) == 1
-
-
 TEXT = dict(question="q", choices={"text": "abc", "label": ["A", "B", "C"]}, answerKey="A")
 NO_KEY = dict(question="q", choices={"text": ["a"], "label": ["A"]}, answerKey="B")
 NO_BLANK = dict(sentence="no blank", option1="a", option2="b", answer="1")
+TWELVE_LETTERS = dict(question_stem="q", choices={"text": ["qwxzqwxzqwxz"], "label": ["A"]}, answerKey="A")
 
 
-@pytest.mark.parametrize("task, row", [("arc_easy", TEXT), ("arc_easy", NO_KEY), ("winogrande", NO_BLANK)])
-def test_columns_of_another_kind_are_named(tmp_path, task, row):
-    write(tmp_path, task, row)
-    with pytest.raises(ValueError, match=f"{task}.jsonl, line 1 is no item of {task}"):
+@pytest.mark.parametrize(
+    "task, row, message",
+    [
+        ("piqa", {"goal": "g", "sol1": "a", "label": 0}, "no item of piqa as baber/piqa .*KeyError: 'sol2'"),
+        ("piqa", GOOD | {"label": ""}, "line 2 is no item of piqa"),
+        ("piqa", GOOD | {"label": -1}, "line 2 is no item of piqa .*no choice -1"),
+        ("piqa", GOOD | {"label": 2}, "no choice 2"),
+        ("piqa", GOOD | {"sol1": None}, "line 2 is no item of piqa"),
+        ("piqa", '{"goal": ', "line 2 is not JSON"),
+        ("piqa", "[" * 100_000, "line 2 is not JSON"),
+        ("piqa", "[1]", "line 2 is no item of piqa"),
+        ("arc_easy", TEXT, "arc_easy.jsonl, line 1 is no item of arc_easy"),
+        ("arc_easy", NO_KEY, "arc_easy.jsonl, line 1 is no item of arc_easy"),
+        ("winogrande", NO_BLANK, "winogrande.jsonl, line 1 is no item of winogrande"),
+    ],
+)
+def test_a_wrong_row_is_named_by_file_and_line(tmp_path, task, row, message):
+    write(tmp_path, task, *[GOOD] * (task == "piqa"), row)
+    with pytest.raises(ValueError, match=message):
         read_items(TASKS[task], str(tmp_path))
+    assert task != "piqa" or len(read_items(TASKS[task], str(tmp_path), limit=1)) == 1
 
 
 def test_odd_files_are_read_or_named(tmp_path):
+    with pytest.raises(ValueError, match="piqa.jsonl does not exist.*baber/piqa"):
+        read_items(TASKS["piqa"], str(tmp_path))
+    write(tmp_path, "piqa")
+    with pytest.raises(ValueError, match="piqa has no items"):
+        read_items(TASKS["piqa"], str(tmp_path))
     (tmp_path / "piqa.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\n\n")
     assert len(read_items(TASKS["piqa"], str(tmp_path))) == 1
     (tmp_path / "piqa.jsonl").write_bytes(b'{"goal": "\xff"}\n')
@@ -228,33 +242,7 @@ def test_odd_files_are_read_or_named(tmp_path):
         read_items(TASKS["piqa"], str(tmp_path))
 
 
-def test_a_missing_or_empty_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match="hellaswag.jsonl does not exist.*Rowan/hellaswag"):
-        read_items(TASKS["hellaswag"], str(tmp_path))
-    write(tmp_path, "piqa")
-    with pytest.raises(ValueError, match="piqa has no items"):
-        read_items(TASKS["piqa"], str(tmp_path))
-
-
-needs_items = pytest.mark.skipif("BENCHMARK_DIR" not in os.environ, reason="BENCHMARK_DIR is not set")
-
-
-@needs_items
-@pytest.mark.parametrize("task", [name for name in TASKS if name != "lambada_standard"])
-def test_the_real_items_are_read_in_order(task):
-    items = read_items(TASKS[task], os.environ["BENCHMARK_DIR"])
-    assert len(items) == 200 and items[:50] == read_items(TASKS[task], os.environ["BENCHMARK_DIR"], 50)
-    n_choices = {"hellaswag": 4, "piqa": 2, "openbookqa": 4, "winogrande": 2, "lambada_openai": 1}
-    expected = n_choices.get(task, 4)
-    assert statistics.mean(len(i.pairs) for i in items) == pytest.approx(expected, abs=0.05)
-    if task == "hellaswag":
-        assert any(p[1].startswith("  ") for i in items for p in i.pairs), "an ending lost its second space"
-    if task == "piqa":
-        assert any(p[1].endswith(" ") for i in items for p in i.pairs), "a solution lost its last space"
-
-
-# -------------------------------------------------------------------------------
-# as a user
+# --- as a user ----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -267,20 +255,23 @@ def trained(dataset, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("questions")
-    words = "zero one two three four five six seven eight nine".split()
-    write(folder, "piqa", *({"goal": f"Count {words[i % 10]}", "sol1": " ".join(words[i % 7 :]),
-                             "sol2": words[i % 3] * 2, "label": i % 2} for i in range(40)))  # fmt: skip
+    words, rows = "zero one two three four five six seven eight nine".split(), []
+    for i in range(40):
+        row = {"goal": f"Count {words[i % 10]}", "sol1": " ".join(words[i % 7 :])}
+        rows.append(row | {"sol2": words[i % 3] * 2, "label": i % 2})
+    write(folder, "piqa", *rows)
     write(folder, "lambada_openai", *({"text": " ".join(words[k % 10] for k in range(i, i + 60))} for i in range(20)))
     return folder
 
 
-def evaluate(run_dir: Path, questions: Path, out: Path, *args: str) -> subprocess.CompletedProcess:
-    return run("-W", "error", "eval.py", str(run_dir), f"--benchmark_dir={questions}", f"--out_dir={out}", *args)
+def scored(folder: Path, task: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"items_{task}.jsonl").read_text().splitlines()]
 
 
 def test_tasks_print_a_table_and_add_to_eval_json(trained, questions, tmp_path):
-    eval_module.main([str(trained)])
-    result = evaluate(trained, questions, tmp_path, "--tasks=piqa,lambada_openai", "--save_items=1")
+    main([str(trained)])
+    args = [str(trained), "--tasks=piqa,lambada_openai", f"--benchmark_dir={questions}", "--save_items"]
+    result = run("-W", "error", "eval.py", *args)
     assert result.returncode == 0, result.stderr
     stored = json.loads((trained / "eval.json").read_text())
     piqa, lambada = stored["tasks"]["piqa"], stored["tasks"]["lambada_openai"]
@@ -290,73 +281,61 @@ def test_tasks_print_a_table_and_add_to_eval_json(trained, questions, tmp_path):
     assert "piqa acc (first 40 items)" in head and "lambada_openai perplexity (first 20 items)" in head
     assert f"{100 * piqa['acc']:.2f} ± {100 * piqa['acc_stderr']:.2f}" in row
     assert "70.51" in result.stdout  # the paper's, beside
-    rows = [json.loads(line) for line in (trained / "items_piqa.jsonl").read_text().splitlines()]
-    picked = [max(range(2), key=lambda k: row["ll"][k]) == row["gold"] for row in rows]
-    assert statistics.mean(picked) == piqa["acc"]
+    alone = scored(trained, "piqa")
+    assert statistics.mean(row["ll"].index(max(row["ll"])) == row["gold"] for row in alone) == piqa["acc"]
+    # two ranks give the same scores
+    result = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "eval.py", *args)
+    assert result.returncode == 0, result.stderr
+    for a, b in zip(alone, scored(trained, "piqa"), strict=True):
+        assert a["ll"] == pytest.approx(b["ll"], abs=1e-4) and a["greedy"] == b["greedy"]
 
 
-def test_a_limit_is_told_and_one_item_works(trained, questions, tmp_path):
-    for n in (1, 7):
-        result = evaluate(trained, questions, tmp_path, "--tasks=piqa", f"--limit={n}")
-        assert result.returncode == 0 and f"piqa acc (first {n} items)" in result.stdout
-        assert ("±" in result.stdout.splitlines()[-3]) == (n > 1)  # one item has no error
-        stored = json.loads((trained / "eval.json").read_text())["tasks"]["piqa"]
-        assert stored["n"] == n and stored["limited"]
-    assert_clean_error(evaluate(trained, questions, tmp_path, "--tasks=piqa", "--limit=0"), "limit must be at least 1")
-
-
-def test_mistakes_are_named_and_earlier_results_stay(trained, questions, tmp_path):
-    evaluate(trained, questions, tmp_path, "--tasks=piqa")
+def test_one_item_works_and_mistakes_change_no_result(trained, questions, tmp_path, capsys):
+    main([str(trained), "--tasks=piqa", f"--benchmark_dir={questions}", "--limit=1"])
+    out, stored = capsys.readouterr().out, json.loads((trained / "eval.json").read_text())["tasks"]["piqa"]
+    assert "piqa acc (first 1 items)" in out and "±" not in out.splitlines()[-3]  # one item has no error
+    assert stored["n"] == 1 and stored["limited"]
     before = (trained / "eval.json").read_bytes()
-    assert_clean_error(evaluate(trained, questions, tmp_path, "--tasks=pica"), "did you mean 'piqa'")
-    assert_clean_error(evaluate(trained, questions, tmp_path, "--tasks=piqa,arc_easy"), "arc_easy.jsonl does not exist")
+    for args, words in [
+        (["--tasks=pica"], "did you mean 'piqa'"),
+        (["--tasks=piqa,"], "unknown task ''"),
+        (["--tasks=piqa,arc_easy"], "arc_easy.jsonl does not exist"),
+        (["--tasks=piqa", "--prompt=x"], "ask for one at a time"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            main([str(trained), *args, f"--benchmark_dir={questions}"])
     offline = run("eval.py", str(trained), "--tasks=winogrande", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
     assert_clean_error(offline, "winogrande", "allenai/winogrande", "--benchmark_dir")
     assert before == (trained / "eval.json").read_bytes()
 
 
-def test_things_that_do_not_go_together_are_named(trained, questions, tmp_path):
-    for args, words in [
-        (["--tasks=piqa", "--prompt=x"], "ask for one at a time"),
-        (["--tasks=piqa,"], "unknown task ''"),
-    ]:  # fmt: skip
-        with pytest.raises(ValueError, match=words):
-            eval_module.main([str(trained), *args])
-
-
 def test_a_retrained_run_does_not_inherit_scores(dataset, questions, tmp_path):
     argv = [TINY, f"--data_dir={dataset}", f"--out_dir={tmp_path / 'run'}"]
-    args = [f"{tmp_path / 'run'}", "--tasks=piqa", f"--benchmark_dir={questions}", f"--out_dir={tmp_path}"]
     train(argv)
-    eval_module.main([args[0]])
-    eval_module.main(args)
+    main([f"{tmp_path / 'run'}"])
     shutil.rmtree(tmp_path / "run" / "ckpt_000020")
     train([*argv, "--seed=9", "--input_mode=learned"])
-    eval_module.main(args)
+    main([f"{tmp_path / 'run'}", "--tasks=piqa", f"--benchmark_dir={questions}"])
     assert "loss" not in json.loads((tmp_path / "run" / "eval.json").read_text())
 
 
-def test_two_ranks_give_the_same_scores(trained, questions, tmp_path):
-    args = ["--tasks=piqa,lambada_openai", "--save_items=1"]
-    evaluate(trained, questions, tmp_path, *args)
-    alone = [json.loads(line) for line in (trained / "items_piqa.jsonl").read_text().splitlines()]
-    result = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "eval.py", str(trained),
-                 f"--benchmark_dir={questions}", f"--out_dir={tmp_path}", *args)  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    both = [json.loads(line) for line in (trained / "items_piqa.jsonl").read_text().splitlines()]
-    for a, b in zip(alone, both, strict=True):
-        assert a["ll"] == pytest.approx(b["ll"], abs=1e-4) and a["greedy"] == b["greedy"]
+def test_scores_are_printed_also_where_nothing_can_be_written(trained, questions, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "run")
+    for name in ("eval.json", "items_piqa.jsonl"):
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+        (tmp_path / "run" / name).mkdir()
+    main([f"{tmp_path / 'run'}", "--tasks=piqa", f"--benchmark_dir={questions}", "--save_items"])
+    out = capsys.readouterr().out
+    assert "| canonical" in out and "warning: cannot write" in out and "items_piqa.jsonl" in out
 
 
-def test_an_item_that_does_not_fit_is_said_before_anything_is_scored(trained, tmp_path, monkeypatch):
+def test_what_does_not_fit_is_said_before_anything_is_scored(trained, dataset, tmp_path, monkeypatch):
     write(tmp_path, "winogrande", dict(sentence="I saw _ go.", option1="A", option2="B", answer="1"))
     write(tmp_path, "piqa", GOOD | {"sol1": "many words " * 60})
-    monkeypatch.setattr(eval_module, "score_batch", lambda *args: pytest.fail("scored"))
+    write(tmp_path, "openbookqa", TWELVE_LETTERS)
+    train([TINY, f"--data_dir={dataset}", f"--out_dir={tmp_path / 'short'}", "--block_size=8"])
+    monkeypatch.setattr("eval.score_batch", lambda *args: pytest.fail("scored"))
     with pytest.raises(ValueError, match="item 0 .* of piqa .* leave the task out, or train with"):
-        eval_module.main([str(trained), "--tasks=winogrande,piqa", f"--benchmark_dir={tmp_path}"])
-
-
-def test_a_text_of_one_word_is_scored_from_end_of_text(dataset):
-    encoding = load_encoding(read_spec(dataset))
-    (request,), _ = make_requests([item("lambada_openai", text="two")], "x", encoding, 32)
-    assert request == ([encoding.eot_token], encoding.encode_ordinary(" two"))
+        main([str(trained), "--tasks=winogrande,piqa", f"--benchmark_dir={tmp_path}"])
+    with pytest.raises(ValueError, match="item 0 .* of openbookqa .* block_size=8"):  # the second run
+        main([str(trained), f"{tmp_path / 'short'}", "--tasks=openbookqa", f"--benchmark_dir={tmp_path}"])

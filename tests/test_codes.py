@@ -108,6 +108,7 @@ def test_every_id_has_its_own_code_and_the_way_back(setting):
 def test_a_code_equals_a_slow_loop():
     code = FixedTokenCode(300, 36, "gf2", seed=5, shift=True, recodings=2, symbols="pm1", scale=0.5)
     A, b = code.A.tolist(), code.b.tolist()
+    assert any(b), "the shift is drawn"
     for t in (0, 1, 77, 299):
         bits = [t >> k & 1 for k in range(9)]
         rows = [(sum(a * c for a, c in zip(row, bits)) + shift) % 2 for row, shift in zip(A, b)]

@@ -47,7 +47,6 @@ def test_a_switch_is_spelled_in_any_way_and_may_stand_alone():
         ("--learing_rate=1e-3", "unknown setting 'learing_rate', did you mean 'learning_rate'"),
         ("--seed 3", "cannot read '--seed': settings are written --seed=value"),
         ("--seed=1 --seed=2", "--seed is given twice: write --seed=2 once"),
-        ("-seed=3", "settings are written --seed=3"),
         ("\u2013seed=3", "cannot read '\u2013seed=3': settings are written --seed=3"),
         ("--n_layer=0", "n_layer must be at least 1, got 0"),
         ("--batch_size=2.5", "batch_size must be a whole number < 2^63, got '2.5'"),
@@ -57,9 +56,7 @@ def test_a_switch_is_spelled_in_any_way_and_may_stand_alone():
         ("--code_shift=maybe", "code_shift must be True or False, got 'maybe'"),
         ("--learning_rate=nan", "learning_rate must be a number, got 'nan'"),
         ("--seed=9223372036854775808", "seed must be a whole number < 2^63"),
-        ("--max_iters=1" + "0" * 5000, "max_iters must be a whole number < 2^63"),
         ("--run_name=a/b", "run_name must be the name of a folder"),
-        ("--beta2=1", "beta1 and beta2 must be below 1"),
         ("--n_embd=90", "n_embd must be a multiple of 2 x n_head = 4"),
         ("out/canonical_toy", "out/canonical_toy is no config file, which ends in .py; to continue"),
         ("config/nothing.py", "config file config/nothing.py: FileNotFoundError"),
@@ -76,8 +73,6 @@ def test_a_wrong_setting_is_named_with_the_remedy(arg, message):
     [
         ("learing_rate = 1e-3", "unknown setting 'learing_rate', did you mean 'learning_rate'"),
         ("n_layer = True", "n_layer must be a whole number < 2^63, got True"),
-        ("run_name = 3", "run_name must be text, got 3"),
-        ("n_layer = = 2", "SyntaxError"),
         ("import sys; sys.exit(0)", "SystemExit"),
     ],
 )

@@ -14,7 +14,7 @@ from conftest import ARMS, ROOT, TINY, assert_clean_error, make_model, run, text
 from test_tokenizers import ODD, random_unicode
 
 import eval as eval_module
-from data.hugging_face import export, hugging_face_json
+from data.hugging_face import export
 from data.runs import load_checkpoint
 from data.tokenizers import gpt2_spec, load_encoding, read_spec
 from model import build_model
@@ -22,10 +22,6 @@ from train import main as train
 
 transformers = pytest.importorskip("transformers", reason="tests/requirements.txt is not installed")
 IDS = torch.randint(512, (2, 32), generator=torch.Generator().manual_seed(0))
-
-
-def open_export(folder: Path):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +37,17 @@ def exports(dataset, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_logits_and_greedy_tokens_equal(exports, arm):
-    ours, theirs = build_model(load_checkpoint(exports / arm)), open_export(exports / f"{arm}_hf")
+    ours = build_model(load_checkpoint(exports / arm))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exports / f"{arm}_hf", dtype=torch.float32)
+    table = theirs.get_input_embeddings().weight
+    assert torch.equal(table, ours.wte(torch.arange(512)))
+    assert arm == "learned" or set(table.unique().tolist()) == {-1.0, 1.0}
     torch.testing.assert_close(theirs(IDS).logits, ours(IDS), atol=1e-5, rtol=1e-5)
     assert sum(p.numel() for p in theirs.parameters()) == ours.n_params() + (0 if arm == "learned" else 512 * 36)
     prompt = IDS[:1, :5]
     theirs_ids = theirs.generate(prompt, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(prompt))
     ours_ids = ours.generate(prompt, 20, temperature=0, stop_id=511)
     assert theirs_ids.tolist() == ours_ids.tolist()
-
-
-def test_the_table_of_an_export_is_the_code(exports):
-    ours, theirs = build_model(load_checkpoint(exports / "gf2")), open_export(exports / "gf2_hf")
-    table = theirs.get_input_embeddings().weight
-    assert torch.equal(table, ours.wte(torch.arange(512))) and set(table.unique().tolist()) == {-1.0, 1.0}
 
 
 def odd_texts() -> list[str]:
@@ -87,14 +81,10 @@ def test_the_exported_gpt2_tokenizer_equals_ours(tmp_path):
     same_tokens(transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), load_encoding(spec))
 
 
-def test_the_card_names_input_settings_and_data(dataset, exports):
+def test_the_card_names_input_and_data_and_mistakes_are_named(dataset, exports, tmp_path):
     card = (exports / "gf2_hf" / "README.md").read_text()
-    for words in ("gf2 symbols=pm1 shift=True, 5,120 training tokens", '"code_seed": 0', "bpe-512"):
+    for words in ("gf2 symbols=pm1 shift=True, 5,120 training tokens", "bpe-512", str(dataset)):
         assert words in card, words
-    assert str(dataset) in card
-
-
-def test_mistakes_are_named(exports, tmp_path):
     folder = str(exports / "learned_hf")
     taken = run("eval.py", str(exports / "learned"), f"--export={folder}")
     assert_clean_error(taken, "is not empty")
@@ -116,15 +106,7 @@ def test_another_tokenizer_beside_the_checkpoint_is_refused(exports, tmp_path):
     shutil.copytree(exports / "gf2", run_dir)
     spec = read_spec(exports / "gf2") | {"name": "another"}
     (run_dir / "tiktoken.json").write_text(json.dumps(spec, indent=0))
+    (tmp_path / "piqa.jsonl").write_text('{"goal": "g", "sol1": "a", "sol2": "b", "label": 0}\n')
     for args in (["--prompt=x"], [f"--export={tmp_path / 'x'}"], ["--tasks=piqa", f"--benchmark_dir={tmp_path}"]):
-        if args[0].startswith("--tasks"):
-            (tmp_path / "piqa.jsonl").write_text('{"goal": "g", "sol1": "a", "sol2": "b", "label": 0}\n')
         with pytest.raises(ValueError, match="was trained with tokenizer bpe-512, but holds another"):
             eval_module.main([str(run_dir), *args])
-
-
-def test_merges_of_the_export_are_in_the_order_of_the_ranks(dataset):
-    spec = read_spec(dataset)
-    model = hugging_face_json(spec)["model"]
-    ranks = [model["vocab"][a + b] for a, b in model["merges"]]
-    assert ranks == sorted(ranks) and set(ranks) == set(range(256, 511))

@@ -66,11 +66,8 @@ def test_the_plan_of_eight_gpus_by_hand(monkeypatch, capsys):
     ):
         assert words in out, (words, out)
     assert len(out.splitlines()) <= 24
-
-
-def test_recomputing_adds_a_third_and_a_cpu_has_no_known_peak(capsys):
-    assert "1 x H100      1,074.4 hours" in plan(capsys, "--activation_checkpointing")
-    assert "1 x H100        805.8 hours" in plan(capsys)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "1 x H100      1,074.4 hours" in plan(capsys, "--activation_checkpointing")  # a third more than 805.8
     assert "hours" not in plan(capsys, "--device=cpu")
 
 
@@ -86,13 +83,3 @@ def test_peaks_are_found_by_the_gpus_name(monkeypatch):
         assert peak_flops(cuda, "bfloat16") == peak, name
         assert peak_flops(cuda, "float32") is None
     assert peak_flops(torch.device("cpu"), "bfloat16") is None
-
-
-@pytest.mark.parametrize("size", ["30m", "135m", "360m"])
-def test_the_first_lines_of_the_smaller_configs_are_true(size):
-    cfg = config(f"canonical_{size}")
-    text = (ROOT / "config" / f"canonical_{size}.py").read_text()
-    table = cfg.vocab_size * cfg.n_embd
-    assert f"{n_params(cfg):,} parameters with a code, {n_params(cfg) + table:,} with" in text
-    assert f"= {round(cfg.max_iters * cfg.tokens_per_iter / 1e9)} billion" in text
-    assert sum(memory(cfg, True, True).values()) < 0.92 * 24e9  # CUDA and gaps take the rest
