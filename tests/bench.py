@@ -16,7 +16,6 @@ Without a name it runs all but --eval.
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
