@@ -213,9 +213,10 @@ def make_requests(
     for i, item in enumerate(items):
         for pair in item.pairs:
             context, continuation = pair_to_ids(encoding, *pair)
-            room = block_size + 1 - len(continuation)
+            n = len(continuation)
+            room = block_size + 1 - n
             if not 1 <= room <= block_size:
-                what = f"a continuation of {len(continuation)} tokens, not of 1 to {block_size}"
+                what = f"a continuation of {n} tokens, not of 1 to block_size={block_size}"
                 remedy = "leave the task out, or train with a longer block_size"
                 raise ValueError(f"item {i} (from 0) of {name} has {what}: {remedy}")
             n_cut += len(context) > room

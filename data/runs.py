@@ -141,7 +141,7 @@ def read_tokenizer(run_dir: str, saved: dict) -> dict:
 def write_results(run_dir: str, result: dict) -> None:
     """Add a result to eval.json, unless that is of another checkpoint; then replace it."""
     path = Path(run_dir, "eval.json")
-    old = (try_json(path.read_text(encoding="utf-8")) if path.exists() else None) or {}
+    old = (try_json(path.read_text(encoding="utf-8")) if path.is_file() else None) or {}
     if any(old.get(key) != result[key] for key in ("settings", "step")):
         old = {}
     old |= result | {"tasks": old.get("tasks", {}) | result.get("tasks", {})}

@@ -105,14 +105,14 @@ class Shards:
                 self.read(i, 0, size)
 
     def read(self, i: int, start: int, stop: int) -> np.ndarray:
-        """Tokens start .. stop - 1 of file i: (n,) uint16, every id checked."""
+        """Tokens start .. stop - 1 of file i, at most to its end: (n,) uint16, every id checked."""
         # Not a memory map: every page that one has touched counts as this process's memory.
         path, V = self.paths[i], self.vocab_size
         tokens = np.fromfile(path, dtype="<u2", count=stop - start, offset=2 * start)
-        if len(tokens) < stop - start:
+        if len(tokens) < min(stop, int(self.sizes[i])) - start:
             what = f"was cut while in use, to {path.stat().st_size // 2} of {self.sizes[i]} tokens"
             raise damaged(path, what, self.meta["command"])
-        if tokens.max() >= V:
+        if len(tokens) and tokens.max() >= V:
             at = int(np.argmax(tokens >= V))
             what = f"has id {tokens[at]} at token {start + at}, the vocabulary {V} ids"
             raise damaged(path, what, self.meta["command"])
