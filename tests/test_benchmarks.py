@@ -115,7 +115,7 @@ def test_contexts_are_cut_at_their_start_and_continuations_never(dataset):
     (request,), n_cut = make_requests([Item([(context, word)], 0, [4])], "x", encoding, 500)
     assert n_cut == 0 and request == (ids, target)
     long = Item([("a", " one two three four five")], 0, [4])
-    with pytest.raises(ValueError, match="item 1 .from 0. of x has a continuation of 5 tokens, but block_size=3"):
+    with pytest.raises(ValueError, match="item 1 .from 0. of x has a continuation of 5 tokens, .*block_size=3"):
         make_requests([Item([("a", " b")], 0, [1]), long], "x", encoding, 3)
 
 
