@@ -271,9 +271,13 @@ def folder_lock(folder: Path) -> Iterator[None]:
         for _ in range(50):
             time.sleep(0.1)
             if content() != before:
-                words = f"{folder} is in use, a process renews {lock}: wait, or use another folder"
-                raise ValueError(words) from None
-        lock.write_bytes(own)
+                break
+        else:
+            lock.write_bytes(own)
+            time.sleep(0.5)  # of several that take it over at once, the last to write has it
+        if content() != own:
+            words = f"{folder} is in use, a process renews {lock}: wait, or use another folder"
+            raise ValueError(words) from None
     thread = threading.Thread(target=renew, daemon=True)
     thread.start()
     try:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from unittest import mock
 
@@ -182,3 +183,23 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"cannot write .*a.json \(No space left on device\)"):
         write_atomically(path, b"second")
     assert path.read_bytes() == b"first\n\xc3\xa9" and list(tmp_path.iterdir()) == [path]
+
+
+def test_of_two_that_take_over_a_stale_lock_at_once_one_gets_it(tmp_path):
+    (tmp_path / "lock").write_text("left by a process that was killed")
+    results = []
+
+    def take() -> None:
+        try:
+            with folder_lock(tmp_path):
+                results.append("in")
+                time.sleep(1.5)
+        except ValueError:
+            results.append("refused")
+
+    threads = [threading.Thread(target=take) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == ["in", "refused"]
