@@ -107,7 +107,7 @@ def read_config_file(path: str) -> dict:
     """The assignments of a config file, without its imported modules and _names."""
     if not path.endswith(".py"):
         raise ValueError(
-            f"{path} is no config file, which ends in .py; to continue a run, repeat it"
+            f"{path} is no config file, which ends in .py; to continue a run, repeat its command"
         )
     try:
         names = runpy.run_path(path)
