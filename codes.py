@@ -141,7 +141,7 @@ class FixedTokenCode(nn.Module):
                 f"n_embd must be a multiple of {period} (recodings x bits), got {n_embd}: "
                 f"use {' or '.join(map(str, near))}"
             )
-        with torch.device("cpu"):  # the generator's, where a model may be built on a GPU
+        with torch.device("cpu"):  # the generator is there, even if the model is built on a GPU
             A, b = make_code(input_mode, K, seed, shift, recodings)
             low = 0.0 if symbols == "01" else -scale
             self.register_buffer("A", A.to(torch.uint8))  # (R K, K)

@@ -323,7 +323,7 @@ def load_weights(model: GPT, weights: dict[str, Tensor]) -> None:
 
 
 def build_model(saved: dict, device: str | torch.device = "cpu") -> GPT:
-    """The model of a checkpoint (data/runs.py). Settings younger than it have their defaults."""
+    """The model of a checkpoint (data/runs.py). Settings added since have their defaults."""
     names = {field.name for field in fields(GPTConfig)}
     model = GPT(GPTConfig(**{key: saved["config"][key] for key in names & set(saved["config"])}))
     load_weights(model, saved["model"])

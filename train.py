@@ -166,7 +166,7 @@ def train_step(
     """
     One optimizer step from the next accum micro-batches. Returns the mean loss over all ranks and
     the gradient's norm. If either is not finite, nothing is updated, and the loss returned is nan
-    unless it is a float16 gradient that has overflown: the scaler then lowers its scale.
+    unless only a float16 gradient has overflowed: then the scaler lowers its scale.
     """
     parallel = isinstance(model, DDP)
     total = torch.zeros((), device=rt.device)
@@ -264,7 +264,7 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
     """Train from wherever the run stands to max_iters. Returns the process's exit status."""
     accum = accumulation(cfg, rt.world_size)
     rt.check_agreement(asdict(cfg) | {"PyTorch": torch.__version__})  # on all ranks
-    rt.check_attention(cfg.n_embd // cfg.n_head)  # that the GPU's kernel takes heads so wide
+    rt.check_attention(cfg.n_embd // cfg.n_head)  # raises if no kernel takes this width
 
     # data
     if Path(cfg.data_dir) == Path(DEFAULT_DATA):
@@ -278,7 +278,7 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
     rt.check_agreement({"tokens": train_data.n_tokens, "the step of the last checkpoint": step})
 
     # model
-    with rt.device:  # weights are made where they compute; .to() takes the rest there
+    with rt.device:  # parameters; .to() moves the buffers too
         raw_model = GPT(cfg, cfg.activation_checkpointing).to(rt.device)
     if saved:
         load_weights(raw_model, saved["model"])
@@ -301,7 +301,7 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
 
     # the run's folder
     out_dir = Path(cfg.out_dir)
-    recorded = {row["step"] for row in runs.read_metrics(out_dir)}  # a kill may leave the last out
+    recorded = {row["step"] for row in runs.read_metrics(out_dir)}  # all but a killed step
     if step >= cfg.max_iters and step in recorded:
         rt.log(f"{out_dir} is finished: {step} steps; python eval.py {shlex.quote(cfg.out_dir)}")
         return 0
@@ -315,7 +315,7 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
             now = lr_at(min(step, cfg.max_iters - 1), cfg)
             rt.log(f"continuing after step {step}, learning rate {metrics['lr']:.2e} -> {now:.2e}")
         to_validate = (raw_model, val_data, token_bytes, rt, cfg.batch_size, cfg.eval_tokens)
-        if saved and step not in recorded:  # a kill came between this checkpoint and its row
+        if saved and step not in recorded:  # a kill or stop came before its row
             if is_due(step, cfg.eval_interval, cfg):
                 metrics |= validate(*to_validate)
             rt.on_first(runs.append_metrics, out_dir, metrics)
@@ -375,7 +375,7 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
                 metrics |= validate(*to_validate, stopped=lambda: rt.any(stop.signal))
                 stopping = "val_loss" not in metrics  # it was interrupted
 
-            # log; the row of a step that is not evaluated yet is written when the run continues
+            # log; a stopped step's row is written when the run continues
             if not stopping:
                 rt.on_first(runs.append_metrics, out_dir, metrics)
                 if evaluating or is_due(step, cfg.log_interval, cfg):
