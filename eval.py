@@ -246,11 +246,10 @@ def task_requests(run: str, saved: dict, items: dict[str, list[Item]]) -> dict[s
 
 
 def benchmark(
-    run: str, saved: dict, items: dict[str, list[Item]], cfg: EvalConfig, rt: Runtime
+    run: str, saved: dict, items: dict, requests: dict, cfg: EvalConfig, rt: Runtime
 ) -> dict:
-    """The metrics of a run on each task."""
-    model, requests = build_model(saved, rt.device), task_requests(run, saved, items)
-    results = {}
+    """The metrics of a run on each task, from its items and task_requests."""
+    model, results = build_model(saved, rt.device), {}
     for name, task_items in items.items():
         task, (pairs, n_cut) = benchmarks.TASKS[name], requests[name]
         scores = iter(score(model, pairs, name, rt))
@@ -449,11 +448,11 @@ def main(argv: list[str]) -> None:
             rt.on_first(export_run if cfg.export else print_sample, run, saved[run], cfg, rt)
         return close_processes(rt)
     items = {t.name: benchmarks.read_items(t, cfg.benchmark_dir, max(cfg.limit, 0)) for t in tasks}
-    for run in names[1:] if tasks else []:  # what does not fit is said before anything is scored
-        task_requests(run, saved[run], items)
+    # Of all runs first: what does not fit is said before anything is scored.
+    requests = {run: task_requests(run, saved[run], items) for run in names if tasks}
     for run in names:
         if tasks:
-            result = benchmark(run, saved[run], items, cfg, rt)
+            result = benchmark(run, saved[run], items, requests[run], cfg, rt)
         else:
             result = measure(run, saved[run], cfg, rt)
         results.append(runs.describe(run, saved[run]) | result)
