@@ -74,22 +74,23 @@ def make_input(cfg: GPTConfig) -> nn.Module:
 def rotary_table(block_size: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """
     cos and sin of the angle t theta^(-2 i / D) by which position t turns pair i, both (T, D).
-    Pair i is (x_i, x_{i + D/2}), so the D/2 angles of a position stand twice, side by side.
+    Pair i is (x_i, x_{i + D/2}), so a position's D/2 cosines stand twice, side by side, and its
+    sines too, the first time negative.
     """
     exponent = torch.arange(0, head_dim, 2).float() / head_dim  # (D / 2,), 2 i / D
     angle = torch.outer(torch.arange(block_size).float(), theta**-exponent)  # (T, D / 2)
-    angle = torch.cat([angle, angle], dim=-1)  # (T, D)
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
-    Turn each pair (x_i, x_{i + D/2}) by its position's angle (arXiv:2104.09864, equation 34).
+    Turn each pair (x_i, x_{i + D/2}) by its position's angle (arXiv:2104.09864, equation 34):
+    (x_i cos - x_{i + D/2} sin, x_{i + D/2} cos + x_i sin).
     The product q k then depends on positions only through their difference.
     """
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)  # each pair turned by a right angle
-    return (x * cos + turned * sin).to(x.dtype)
+    swapped = x.roll(x.size(-1) // 2, dims=-1)  # x_i and x_{i + D/2} have changed places
+    return (x * cos + swapped * sin).to(x.dtype)
 
 
 class CausalSelfAttention(nn.Module):
@@ -102,11 +103,10 @@ class CausalSelfAttention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
-        B, T, C = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
-        q = rotate(q, cos, sin)
-        k = rotate(k, cos, sin)
+        (B, T, C), H = x.shape, self.n_head
+        qkv = self.qkv(x).view(B, T, 3 * H, C // H).transpose(1, 2)  # (B, 3 H, T, D)
+        qk, v = qkv.split([2 * H, H], dim=1)
+        q, k = rotate(qk, cos, sin).chunk(2, dim=1)  # each (B, H, T, D)
         if cache is not None:
             k, v = cache.append(k, v)
         # softmax(q k^T / sqrt(D)) v over the past. T = 1 is a new token that sees all of a cache.
@@ -122,16 +122,16 @@ class RMSNorm(nn.RMSNorm):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate x) * up x), with gate and up in one matrix."""
+    """SwiGLU: down(silu(gate x) * up x)."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.gate_up = nn.Linear(cfg.n_embd, 2 * cfg.n_inner, bias=False)
+        self.gate = nn.Linear(cfg.n_embd, cfg.n_inner, bias=False)
+        self.up = nn.Linear(cfg.n_embd, cfg.n_inner, bias=False)
         self.down = nn.Linear(cfg.n_inner, cfg.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # each (B, T, F)
-        return self.down(F.silu(gate) * up)  # (B, T, C)
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # (B, T, C)
 
 
 class Block(nn.Module):
@@ -298,15 +298,15 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Ten
     cross_entropy(x @ weight.T, targets) in float32. x (N, C), weight (V, C), targets (N,) -> a
     scalar, or (N,) for reduction "none".
 
-    In float32 the logits of all tokens never exist at once: chunks of 128 MB come and go, each with
-    its gradient. In 16 bits the plain way is faster (compiled, it is one pass over the logits).
+    In float32 the logits of all tokens never exist at once: those of 512 come and go, with their
+    gradient. In 16 bits the plain way is faster (compiled, it is one pass over the logits).
     """
     if x.dtype != torch.float32:
         logits = F.linear(x, weight.to(x.dtype)).float()  # (N, V)
         return F.cross_entropy(logits, targets, reduction=reduction, ignore_index=IGNORE)
     options = nn.LinearCrossEntropyOptions(
         chunking_method=None,
-        batch_chunk_size=max(1, min(len(x), 2**27 // 4 // len(weight))),  # rows
+        batch_chunk_size=min(len(x), 512),
         allow_retain_graph=torch.compiler.is_compiling(),  # the form that compile can trace
     )
     return F.linear_cross_entropy(

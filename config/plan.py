@@ -65,7 +65,7 @@ def memory(cfg: Settings, half: bool, compiled: bool) -> dict[str, int]:
     elif half:  # log-probabilities and two gradients in float32, or two before checkpoints let go
         loss = max(12 * tokens * V, 8 * tokens * V + (copies if recompute else 0))
     else:
-        loss = min(4 * tokens * V, 2**27) * (2 if compiled else 1) + 4 * (V + tokens) * C
+        loss = 4 * min(tokens, 512) * V * (2 if compiled else 1) + 4 * (V + tokens) * C
     mlp = size * tokens * (C + 4 * F + (block if recompute else 0))  # the last block's gradients
     return {
         "weights": 4 * N,

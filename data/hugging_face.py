@@ -2,7 +2,7 @@
 Hugging Face folders: a run written as a Llama that transformers, and what builds on it, can open.
 
     embed_tokens    the table, or the fixed code of every id written out as one (V, C)
-    q, k, v_proj    rows of our qkv;  gate, up_proj    rows of our gate_up
+    q, k, v_proj    rows of our qkv
     tokenizer.json  our byte-pair encoding as a list of merges
 """
 
@@ -25,7 +25,8 @@ def llama_weights(weights: dict[str, Tensor], n_layer: int) -> dict[str, Tensor]
         "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         "attn.proj": ["self_attn.o_proj"],
         "norm_2": ["post_attention_layernorm"],
-        "mlp.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+        "mlp.gate": ["mlp.gate_proj"],
+        "mlp.up": ["mlp.up_proj"],
         "mlp.down": ["mlp.down_proj"],
     }
     for i in range(n_layer):

@@ -28,11 +28,11 @@ def as_llama(model: GPT):
     for i, block in enumerate(model.blocks):
         at = f"model.layers.{i}."
         q, k, v = block.attn.qkv.weight.chunk(3)
-        gate, up = block.mlp.gate_up.weight.chunk(2)
         weights |= {
             at + "self_attn.q_proj.weight": q, at + "self_attn.k_proj.weight": k,
             at + "self_attn.v_proj.weight": v, at + "self_attn.o_proj.weight": block.attn.proj.weight,
-            at + "mlp.gate_proj.weight": gate, at + "mlp.up_proj.weight": up,
+            at + "mlp.gate_proj.weight": block.mlp.gate.weight,
+            at + "mlp.up_proj.weight": block.mlp.up.weight,
             at + "mlp.down_proj.weight": block.mlp.down.weight,
             at + "input_layernorm.weight": block.norm_1.weight,
             at + "post_attention_layernorm.weight": block.norm_2.weight,
@@ -61,9 +61,10 @@ def test_logits_and_gradients_equal_llamas(arm):
     for block, layer in zip(model.blocks, llama.model.layers):
         q, k, v = (m.weight.grad for m in (layer.self_attn.q_proj, layer.self_attn.k_proj,
                                             layer.self_attn.v_proj))  # fmt: skip
-        gate, up = layer.mlp.gate_proj.weight.grad, layer.mlp.up_proj.weight.grad
         pairs = [
-            (block.attn.qkv, torch.cat([q, k, v])), (block.mlp.gate_up, torch.cat([gate, up])),
+            (block.attn.qkv, torch.cat([q, k, v])),
+            (block.mlp.gate, layer.mlp.gate_proj.weight.grad),
+            (block.mlp.up, layer.mlp.up_proj.weight.grad),
             (block.attn.proj, layer.self_attn.o_proj.weight.grad),
             (block.mlp.down, layer.mlp.down_proj.weight.grad),
             (block.norm_1, layer.input_layernorm.weight.grad),
