@@ -288,7 +288,9 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
     compiled = torch.compile(raw_model, fullgraph=True, dynamic=False)
     model = compiled if rt.precision.compile else raw_model
     if rt.world_size > 1:
-        model = DDP(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
+        # compile cuts its graph wherever a bucket of gradients is full, so buckets are large.
+        options = {"forward_sync_buffers": False, "gradient_as_bucket_view": True}
+        model = DDP(model, bucket_cap_mb=512, **options)
 
     # optimizer
     optimizer = make_optimizer(raw_model, cfg)

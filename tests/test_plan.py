@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ARMS, ROOT
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 from config import load_config
 from config.plan import flops_per_token, memory, n_params, parameters, peak_flops
@@ -83,3 +85,30 @@ def test_peaks_are_found_by_the_gpus_name(monkeypatch):
         assert peak_flops(cuda, "bfloat16") == peak, name
         assert peak_flops(cuda, "float32") is None
     assert peak_flops(torch.device("cpu"), "bfloat16") is None
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_the_16_bit_step_is_one_graph_without_float32_products(arm):
+    # The large run's step in small, as AOTAutograd hands it to the compiler; two layers, 1,024 tokens.
+    graphs, attention = [], "scaled_dot_product"
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    changes = dict(input_mode=arm, vocab_size=4096, block_size=256, n_layer=2, n_head=2, n_embd=96, n_inner=384)
+    model = GPT(config("learned_1p7b", **changes))
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=record))
+    x, y = torch.randint(4096, (2, 4, 256), generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = compiled(x, y)
+    loss.backward()
+    assert loss.dtype == torch.float32 and len(graphs) == 2  # forward and backward
+    products = [node for graph in graphs for node in graph.graph.nodes
+                if any(name in str(node.target) for name in ("mm.", "linear", attention))]  # fmt: skip
+    # Forward: 6 a layer (qkv, proj, gate, up, down, attention) and the head; backward: twice 5, 1, and twice 1,
+    # without a gradient of a fixed input, but with its code's product.
+    assert len(products) >= (2 * 6 + 1) + (2 * 11 + 2) - (arm != "learned"), products
+    for node in products:
+        kinds = {a.meta["val"].dtype for a in node.args[:3] if isinstance(a, torch.fx.Node)}
+        assert torch.float32 not in kinds or attention in str(node.target) and kinds == {torch.bfloat16}, node
