@@ -126,14 +126,11 @@ class FixedTokenCode(nn.Module):
         least = min_bits(vocab_size)
         K = n_bits or least
         if not least <= K <= 62:  # ids are int64
-            raise ValueError(
-                f"n_bits must be 0 or {least} to 62 for {vocab_size} ids, got {n_bits}"
-            )
+            legal = f"0 or {least} to 62 for {vocab_size} ids"
+            raise ValueError(f"n_bits must be {legal}, got {n_bits}")
         if symbols not in ("01", "pm1") or not 0 < scale <= 1e6 or recodings < 1:
-            raise ValueError(
-                "symbols must be 01 or pm1, scale above 0 and at most 1e6, recodings at least 1, "
-                f"got {symbols!r}, {scale} and {recodings}"
-            )
+            legal = "symbols 01 or pm1, scale above 0 up to 1e6, recodings of at least 1"
+            raise ValueError(f"a code has {legal}, got {symbols!r}, {scale} and {recodings}")
         period = recodings * K
         if n_embd % period:
             near = sorted({max(1, n_embd // period) * period, (n_embd // period + 1) * period})

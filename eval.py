@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from config import Settings, load_config, run_cli, split_args
-from config.machine import Runtime, close_processes, setup_runtime, write_atomically
+from config.machine import Runtime, close_processes, setup_runtime
 from data import benchmarks, runs
 from data.benchmarks import PAPER, Item, Request, Task
 from data.bigram import bigram_losses, counted_tokens
@@ -51,7 +51,7 @@ class EvalConfig(Settings):
     seed: int = 1  # draws the samples
     tasks: str = ""  # benchmarks to score, separated by commas, or "paper" or "all"
     benchmark_dir: str = ""  # folder with TASK.jsonl files; empty = the Hugging Face hub
-    limit: int = -1  # first items of each benchmark; -1 = all
+    limit: int = 0  # first items of each benchmark; 0 = all
     save_items: bool = False  # write the log-probabilities of every item
     data_dir: str = ""  # where the run's dataset lies now; empty = where training found it
     export: str = ""  # folder to write the run to as a Hugging Face Llama
@@ -62,10 +62,8 @@ class EvalConfig(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(0, "max_new_tokens temperature top_k seed")
+        self.at_least(0, "max_new_tokens temperature top_k seed limit")
         self.at_least(1, "batch_size")
-        if self.limit == 0 or self.limit < -1:
-            raise ValueError(f"limit must be at least 1, or -1 for all items, got {self.limit}")
 
 
 # --- loss ----------------------------------------------------------------------
@@ -230,7 +228,6 @@ def measure(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> dict:
         "n_input_params": sum(p.numel() for p in model.wte.parameters()),
         "train_tokens": saved["step"] * saved["config"]["tokens_per_iter"],
         "val_tokens": len(y),
-        "val_bytes": n_bytes,
         **measures(losses, n_bytes),
         "bigram": measures(bigram_losses(train_ids, x, y, V), n_bytes),
         "by_frequency": by_frequency(np.bincount(train_ids, minlength=V)[x], losses),
@@ -264,10 +261,7 @@ def benchmark(
             for i, item in enumerate(task_items):
                 row = {"item": i, "gold": item.gold, "ll": lls[i], "greedy": greedy[i]}
                 text += json.dumps(row) + "\n"
-            try:
-                write_atomically(Path(run, f"items_{name}.jsonl"), text)
-            except OSError as error:
-                print(f"warning: {error}")  # the table is worth more
+            runs.write_or_warn(Path(run, f"items_{name}.jsonl"), text)
     return {"tasks": results}
 
 
@@ -357,29 +351,22 @@ def draw(path: Path, n_panels: int, plot: Callable, data: object) -> None:
 
 
 def plot_training(axis: object, curves: dict[str, list[list[dict]]]) -> None:
-    """Loss over tokens, a colour per label, a line per run: training faint, validation strong."""
+    """{label: [rows of metrics.jsonl, ...]}: loss over tokens, training faint."""
     for i, (label, histories) in enumerate(curves.items()):
         for rows in histories:
-            first = rows is histories[0]  # one entry in the legend for all of them
             n = max(1, len(rows) // 100)  # steps per point of the training loss
             points = [rows[k : k + n] for k in range(0, len(rows) - n + 1, n)]
             losses = [statistics.mean(row["loss"] for row in point) for point in points]
             tokens = [point[-1]["tokens"] / 1e6 for point in points]
-            name = f"{label}, training" if first else None
-            axis.plot(tokens, losses, color=f"C{i}", alpha=0.35, linewidth=1, label=name)
+            axis.plot(tokens, losses, color=f"C{i}", alpha=0.35, linewidth=1)
             val = [row for row in rows if "val_loss" in row]
             losses = [row["val_loss"] for row in val]
             tokens = [row["tokens"] / 1e6 for row in val]
-            name = f"{label}, validation" if first else None
+            name = label if rows is histories[0] else None  # one entry in the legend
             axis.plot(tokens, losses, "o-", color=f"C{i}", markersize=3, label=name)
     axis.set(xlabel="training tokens (millions)", ylabel="loss (nats per token)")
     axis.grid(alpha=0.3)
-    axis.legend()
-
-
-def draw_loss(path: Path, curves: dict[str, list[list[dict]]]) -> None:
-    """loss.png of a run: {label: [the rows of metrics.jsonl, ...]}."""
-    draw(path, 1, plot_training, curves)
+    axis.legend(title="line: training, points: validation")
 
 
 def plot_frequencies(axis: object, inputs: dict[str, list[dict]]) -> None:
@@ -445,7 +432,7 @@ def main(argv: list[str]) -> None:
         for run in names:
             rt.on_first(export_run if cfg.export else print_sample, run, saved[run], cfg, rt)
         return close_processes(rt)
-    items = {t.name: benchmarks.read_items(t, cfg.benchmark_dir, max(cfg.limit, 0)) for t in tasks}
+    items = {t.name: benchmarks.read_items(t, cfg.benchmark_dir, cfg.limit) for t in tasks}
     # Of all runs first: what does not fit is said before anything is scored.
     requests = {run: task_requests(run, saved[run], items) for run in names if tasks}
     for run in names:

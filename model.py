@@ -73,9 +73,8 @@ def make_input(cfg: GPTConfig) -> nn.Module:
 
 def rotary_table(block_size: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """
-    cos and sin of the angle t theta^(-2 i / D) by which position t turns pair i, both (T, D).
-    Pair i is (x_i, x_{i + D/2}), so a position's D/2 cosines stand twice, side by side, and its
-    sines too, the first time negative.
+    cos and sin of the angle t theta^(-2 i / D) by which position t turns pair i, both (T, D). Pair
+    i is (x_i, x_{i + D/2}): each cosine and sine stands twice, the sine first with a minus.
     """
     exponent = torch.arange(0, head_dim, 2).float() / head_dim  # (D / 2,), 2 i / D
     angle = torch.outer(torch.arange(block_size).float(), theta**-exponent)  # (T, D / 2)
@@ -103,7 +102,8 @@ class CausalSelfAttention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
-        (B, T, C), H = x.shape, self.n_head
+        B, T, C = x.shape
+        H = self.n_head
         qkv = self.qkv(x).view(B, T, 3 * H, C // H).transpose(1, 2)  # (B, 3 H, T, D)
         qk, v = qkv.split([2 * H, H], dim=1)
         q, k = rotate(qk, cos, sin).chunk(2, dim=1)  # each (B, H, T, D)

@@ -40,7 +40,7 @@ from config.plan import peak_flops, print_plan
 from data import runs, tokenizers
 from data.pydocs import prepare_pydocs
 from data.shards import Shards, identity, window_numbers
-from eval import draw_loss, sample, validate
+from eval import draw, plot_training, sample, validate
 from model import GPT, GPTConfig, load_weights
 
 DEFAULT_DATA = "data/pydocs"
@@ -100,11 +100,11 @@ def accumulation(cfg: TrainConfig, world_size: int) -> int:
     unit = cfg.batch_size * cfg.block_size * world_size
     if cfg.tokens_per_iter % unit:
         below = cfg.tokens_per_iter // unit * unit
+        product = f"{cfg.batch_size} x {cfg.block_size} x {world_size} = {unit}"
+        remedy = f"use {f'{below}, ' if below else ''}{below + unit} or another batch_size"
         raise ValueError(
-            f"tokens_per_iter must be a multiple of batch_size x block_size x ranks = "
-            f"{cfg.batch_size} x {cfg.block_size} x {world_size} = {unit}, got "
-            f"{cfg.tokens_per_iter}: use {f'{below}, ' if below else ''}{below + unit} or another "
-            "batch_size"
+            f"tokens_per_iter must be a multiple of batch_size x block_size x ranks = {product}, "
+            f"got {cfg.tokens_per_iter}: {remedy}"
         )
     return cfg.tokens_per_iter // unit
 
@@ -209,17 +209,12 @@ def find_checkpoint(cfg: TrainConfig, data: Shards) -> dict | None:
     # A run that is older than a setting was made with the setting's default.
     theirs = {field.name: field.default for field in fields(Recipe)} | saved["recipe"]
     differ = [key for key in own if own[key] != theirs[key] and key != "max_iters"]
-    if differ:
-        what = ", ".join(f"{key}={theirs[key]} there, {own[key]} here" for key in differ)
-        raise ValueError(
-            f"{cfg.out_dir} holds a run with other settings ({what}): use the same, or another "
-            "run_name or out_dir"
-        )
+    what = [f"{key}={theirs[key]} there, {own[key]} here" for key in differ]
     if saved["data"] != identity(data.meta):
-        raise ValueError(
-            f"{cfg.out_dir} holds a run on other data than {cfg.data_dir} has now: use the same "
-            "data, or another run_name or out_dir"
-        )
+        what.append(f"other data than {cfg.data_dir} has now")
+    if what:
+        remedy = "use the same, or another run_name or out_dir"
+        raise ValueError(f"{cfg.out_dir} holds another run ({', '.join(what)}): {remedy}")
     return saved
 
 
@@ -264,7 +259,6 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
     """Train from wherever the run stands to max_iters. Returns the process's exit status."""
     accum = accumulation(cfg, rt.world_size)
     rt.check_agreement(asdict(cfg) | {"PyTorch": torch.__version__})  # on all ranks
-    rt.check_attention(cfg.n_embd // cfg.n_head)  # raises if no kernel takes this width
 
     # data
     if Path(cfg.data_dir) == Path(DEFAULT_DATA):
@@ -288,9 +282,8 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
     compiled = torch.compile(raw_model, fullgraph=True, dynamic=False)
     model = compiled if rt.precision.compile else raw_model
     if rt.world_size > 1:
-        # compile cuts its graph wherever a bucket of gradients is full, so buckets are large.
-        options = {"forward_sync_buffers": False, "gradient_as_bucket_view": True}
-        model = DDP(model, bucket_cap_mb=512, **options)
+        # compile cuts its graph wherever a bucket of gradients is full, so buckets are large (MB).
+        model = DDP(model, broadcast_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=512)
 
     # optimizer
     optimizer = make_optimizer(raw_model, cfg)
@@ -346,7 +339,7 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
                 "dt_ms": 1000 * dt,
                 "tok_per_s": tok_per_s,
                 "mfu": flops_per_s / peak if peak else None,
-                "memory_gb": rt.peak_memory_gb(),
+                "memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 without a GPU
             }
 
             # save; also before an evaluation, which may take long, and when asked to stop
@@ -381,11 +374,8 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
             if not stopping:
                 rt.on_first(runs.append_metrics, out_dir, metrics)
                 if evaluating or is_due(step, cfg.log_interval, cfg):
-                    left = (
-                        (time.perf_counter() - t_first)
-                        / (step - first_step)
-                        * (cfg.max_iters - step)
-                    )
+                    per_step = (time.perf_counter() - t_first) / (step - first_step)
+                    left = per_step * (cfg.max_iters - step)
                     val = f", validation {metrics['val_loss']:.4f}" if evaluating else ""
                     used = f", {metrics['mfu']:.0%} of the peak" if peak else ""
                     rt.log(
@@ -397,7 +387,8 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
             rt.log(f"stopped after step {step}, saved: the same command continues")
             return 128 + (stop.signal or signal.SIGTERM)  # another rank may have got the signal
         if rt.rank == 0:
-            draw_loss(out_dir / "loss.png", {cfg.input_mode: [runs.read_metrics(out_dir)]})
+            curves = {cfg.input_mode: [runs.read_metrics(out_dir)]}
+            draw(out_dir / "loss.png", 1, plot_training, curves)
             with rt.autocast():
                 rt.log(f"a sample:\n{sample(raw_model, encoding, '', 100, seed=cfg.seed)}\n")
             rt.log(f'next: python eval.py {shlex.quote(cfg.out_dir)} --prompt="The function"')

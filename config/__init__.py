@@ -82,14 +82,14 @@ def help_text(cls: type, usage: str | None) -> str:
     return "\n".join(lines)
 
 
-def split_args(argv: list[str], cls: type, usage: str | None) -> tuple[list[str], dict]:
+def split_args(argv: list[str], cls: type, usage: str | None, words_allowed=True) -> tuple:
     """["a.py", "--seed=3", "--save_items"] -> ["a.py"], {"seed": "3", "save_items": "True"}"""
     if {"-h", "--help"} & set(argv):
         print(help_text(cls, usage))
         raise SystemExit(0)
     words, given = [], {}
     for arg in argv:
-        if not arg.startswith(("-", "\u2013", "\u2014")):
+        if words_allowed and not arg.startswith(("-", "\u2013", "\u2014")):
             words.append(arg)
             continue
         key, equals, text = arg.lstrip("-\u2013\u2014").partition("=")
@@ -106,9 +106,7 @@ def split_args(argv: list[str], cls: type, usage: str | None) -> tuple[list[str]
 def read_config_file(path: str) -> dict:
     """The assignments of a config file, without its imported modules and _names."""
     if not path.endswith(".py"):
-        raise ValueError(
-            f"{path} is no config file, which ends in .py; to continue a run, repeat its command"
-        )
+        raise ValueError(f"{path} is no config file (.py); to continue a run, repeat its command")
     try:
         names = runpy.run_path(path)
     except (Exception, SystemExit) as error:  # whatever goes wrong in it is the user's to read
@@ -145,6 +143,8 @@ def explain(error: Exception) -> str | None:
         return f"cannot use {error.filename}: {error.strerror}; check the path and the disk"
     if isinstance(error, MemoryError) or re.search("(out of|allocate|enough) memory", text):
         return f"not enough memory: lower batch_size or the model's sizes ({text})"
+    if "No available kernel" in text:  # attention's fused ones take heads of up to 256
+        return "no fused attention takes this head width: raise n_head, or use dtype=float32"
     if "by peer" in text or type(error).__name__.startswith("Dist"):
         return "the connection to another process is lost: the first one to end says why"
     return text if isinstance(error, (ValueError, OSError)) else None

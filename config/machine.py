@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from tqdm import tqdm
 
 # --- device and precision ------------------------------------------------------
@@ -123,25 +122,6 @@ class Runtime:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, getattr(torch, self.precision.dtype))
 
-    def check_attention(self, head_dim: int) -> None:
-        """Try the fused kernel once. Raises ValueError if it does not take heads so wide."""
-        if not self.precision.flash:
-            return
-        q = torch.zeros(1, 1, 8, head_dim, device=self.device, requires_grad=True)
-        try:
-            with self.autocast():
-                F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
-        except RuntimeError as error:
-            remedy = "choose n_head for a multiple of 8 up to 256, or dtype=float32"
-            raise ValueError(
-                f"no fused kernel takes heads of width {head_dim}: {remedy}"
-            ) from error
-
-    def peak_memory_gb(self) -> float | None:
-        """The most of the GPU's memory that this process has held; None without a GPU."""
-        on_gpu = self.device.type == "cuda"
-        return torch.cuda.max_memory_allocated(self.device) / 1e9 if on_gpu else None
-
     def check_agreement(self, own: dict) -> None:
         """Raises ValueError, on all ranks, with what a rank was given that rank 0 was not."""
         first, *others = self.gather([own])
@@ -240,9 +220,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         os.replace(unfinished, path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise OSError(
-            f"cannot write {path} ({error.strerror}): make room; it is as it was"
-        ) from error
+        what = f"cannot write {path} ({error.strerror}): make room; it is as it was"
+        raise OSError(what) from error
 
 
 @contextlib.contextmanager

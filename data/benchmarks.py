@@ -177,10 +177,8 @@ def read_items(task: Task, benchmark_dir: str = "", limit: int = 0) -> list[Item
             if not 0 <= item.gold < len(item.pairs):
                 raise ValueError(f"there is no choice {item.gold}")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            what = f"({type(error).__name__}: {error}): {str(row)[:200]}"
-            raise ValueError(
-                f"{place} is no item of {task.name} as {task.hub_id} {what}"
-            ) from error
+            what = f"{task.hub_id} has it ({type(error).__name__}: {error}): {str(row)[:200]}"
+            raise ValueError(f"{place} is no item of {task.name} as {what}") from error
         items.append(item)
         if len(items) == limit:
             break
@@ -205,10 +203,8 @@ def pair_to_ids(encoding: object, context: str, continuation: str) -> tuple[list
 Request = tuple[list[int], list[int]]  # the token ids of a context and of its continuation
 
 
-def make_requests(
-    items: list[Item], name: str, encoding: object, block_size: int
-) -> tuple[list[Request], int]:
-    """Every request of a task's items, and how many contexts were cut at their start to fit."""
+def make_requests(items: list[Item], name: str, encoding: object, block_size: int) -> tuple:
+    """[Request, ...] of a task's items, and how many contexts were cut at their start to fit."""
     requests, n_cut = [], 0
     for i, item in enumerate(items):
         for pair in item.pairs:
@@ -234,9 +230,7 @@ def is_right(item: Item, ll: list[float], per_character: bool) -> bool:
     return ll.index(max(ll)) == item.gold
 
 
-def task_metrics(
-    task: Task, items: list[Item], lls: list[list[float]], greedy: list[list[bool]]
-) -> dict:
+def task_metrics(task: Task, items: list[Item], lls: list[list], greedy: list[list]) -> dict:
     """
     The task's metrics with their standard errors, from the log-probability of every continuation of
     every item and whether all its tokens are the likeliest. The error of a perplexity is that of

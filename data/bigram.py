@@ -1,6 +1,4 @@
-"""
-A bigram model of the training tokens: what counting alone can do, and no training.
-"""
+"""A bigram model of the training tokens: what counting alone can do, and no training."""
 
 import numpy as np
 
@@ -35,10 +33,6 @@ def bigram_losses(train: np.ndarray, x: np.ndarray, y: np.ndarray, vocab_size: i
 
 def counted_tokens(data: Shards) -> np.ndarray:
     """The training split, up to COUNTED_TOKENS of it."""
-    parts, left = [], COUNTED_TOKENS
-    for i in range(len(data.files)):
-        parts.append(data.read(i, 0, left))
-        left -= len(parts[-1])
-        if left <= 0:
-            break
-    return np.concatenate(parts)
+    ends = np.minimum(np.cumsum(data.sizes), COUNTED_TOKENS)
+    counts = np.diff(ends, prepend=0)  # tokens of each file
+    return np.concatenate([data.read(i, 0, n) for i, n in enumerate(counts) if n])

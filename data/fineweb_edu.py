@@ -87,9 +87,7 @@ def documents(tokens: int, place: list | None) -> Iterator[tuple[list, str, str]
 
 
 def main(argv: list[str]) -> None:
-    words, given = split_args(argv, FinewebConfig, __doc__)
-    if words:
-        raise ValueError(f"cannot read {words[0]!r}: settings are written --key=value")
+    _, given = split_args(argv, FinewebConfig, __doc__, words_allowed=False)
     cfg = load_config(FinewebConfig, given)
     source = f"{REPO} {sample_for(cfg.tokens)} at {REVISION}"
     command = command_of("data.fineweb_edu", cfg)

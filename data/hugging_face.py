@@ -138,11 +138,7 @@ def model_card(name: str, saved: dict) -> str:
     """What a run is, how its input was made and on what it was trained."""
     config = saved["config"]
     code = "a fixed code of the token id, never trained and written out as `embed_tokens`"
-    return f"""---
-library_name: transformers
----
-
-# {name}, {saved["step"] * config["tokens_per_iter"]:,} training tokens
+    return f"""# {name}, {saved["step"] * config["tokens_per_iter"]:,} training tokens
 
 The input is {"a learned table" if name == "learned" else code}.
 Data: {config["data_dir"]}, tokenizer {saved["data"]["tokenizer"]}. All settings:

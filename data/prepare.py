@@ -90,9 +90,7 @@ def batches(documents: Iterable[tuple]) -> Iterator[list[tuple]]:
     yield batch
 
 
-def tokenize(
-    documents: Iterable[tuple[object, bool, str]], encoding: object, threads: int
-) -> Iterator[tuple[object, bool, np.ndarray, int]]:
+def tokenize(documents: Iterable[tuple], encoding: object, threads: int) -> Iterator[tuple]:
     """
     (place, is_val, text) -> (place, is_val, ids, bytes of the text), in the order of the documents;
     ids are uint16 and end with end-of-text.

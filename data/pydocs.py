@@ -92,9 +92,7 @@ def prepare_pydocs(data_dir: str, vocab_size: int, **others: object) -> Path:
 
 
 def main(argv: list[str]) -> None:
-    words, given = split_args(argv, PydocsConfig, __doc__)
-    if words:
-        raise ValueError(f"cannot read {words[0]!r}: settings are written --key=value")
+    _, given = split_args(argv, PydocsConfig, __doc__, words_allowed=False)
     prepare_pydocs(**vars(load_config(PydocsConfig, given)))
 
 

@@ -12,7 +12,6 @@ plain values only, so that no code in them is ever run.
 import json
 import os
 import shutil
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -124,7 +123,6 @@ def describe(run: str, saved: dict) -> dict:
         "step": saved["step"],
         "group": json.dumps([recipe, saved["step"], saved["data"]], sort_keys=True),
         "settings": saved["config"],
-        "versions": {name: version(name) for name in ("torch", "numpy", "tiktoken")},
     }
 
 
@@ -138,6 +136,13 @@ def read_tokenizer(run_dir: str, saved: dict) -> dict:
     return spec
 
 
+def write_or_warn(path: Path, text: str) -> None:
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        print(f"warning: {error}")  # what is printed is worth more than the file
+
+
 def write_results(run_dir: str, result: dict) -> None:
     """Add a result to eval.json, unless that is of another checkpoint; then replace it."""
     path = Path(run_dir, "eval.json")
@@ -145,7 +150,4 @@ def write_results(run_dir: str, result: dict) -> None:
     if any(old.get(key) != result[key] for key in ("settings", "step")):
         old = {}
     old |= result | {"tasks": old.get("tasks", {}) | result.get("tasks", {})}
-    try:
-        write_atomically(path, json.dumps(old, indent=2))
-    except OSError as error:
-        print(f"warning: {error}")  # the run lies where nothing can be written
+    write_or_warn(path, json.dumps(old, indent=2))

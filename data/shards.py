@@ -45,10 +45,8 @@ def read_meta(folder: str | Path) -> dict:
         raise ValueError(f"dataset {folder} is not there (no {path}): prepare it with {remedy}")
     meta = try_json(path.read_text(encoding="utf-8"))
     required = {"tokenizer", "tokenizer_sha256", "vocab_size", "eot_id", "files", "command"}
-    missing = {"valid JSON"} if meta is None else required - set(meta)
-    if missing:
-        lacks = ", ".join(sorted(missing))
-        raise ValueError(f"{path} lacks {lacks}: delete {folder} and prepare it again")
+    if required - set(meta or {}):
+        raise ValueError(f"{path} is damaged: delete {folder} and prepare it again")
     # The command that repairs it writes where it lies now, not where it was made.
     words = [word for word in shlex.split(meta["command"]) if not word.startswith("--data_dir=")]
     meta["command"] = shlex.join([*words, f"--data_dir={folder}"])

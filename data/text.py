@@ -105,9 +105,7 @@ def cut(lines: Iterable[str], longest: int) -> Iterator[str]:
     yield text
 
 
-def documents(
-    files: list[Path], longest: int, errors: str, place: list | None
-) -> Iterator[tuple[list, None, str]]:
+def documents(files: list, longest: int, errors: str, place: list | None) -> Iterator[tuple]:
     """(place, None, text) of every part of every document; a place is [file, line, part]."""
     names = [str(path) for path in files]
     for path in files[names.index(place[0]) if place else 0 :]:

@@ -143,10 +143,10 @@ def test_more_recodings_raise_the_rank_of_the_input_past_the_bits():
         (dict(n_embd=8), "multiple of 16 .*, got 8: use 16$"),
         (dict(n_bits=15), "n_bits must be 0 or 16 to 62 for 49152 ids, got 15"),
         (dict(input_mode="binary"), "must be canonical or gf2, got 'binary'"),
-        (dict(symbols="0/1"), "symbols must be 01 or pm1, .* got '0/1'"),
-        (dict(scale=0.0), "scale above 0 and at most 1e6"),
-        (dict(scale=1e300), "scale above 0 and at most 1e6"),
-        (dict(recodings=0), "recodings at least 1"),
+        (dict(symbols="0/1"), "symbols 01 or pm1, .* got '0/1'"),
+        (dict(scale=0.0), "scale above 0 up to 1e6"),
+        (dict(scale=1e300), "scale above 0 up to 1e6"),
+        (dict(recodings=0), "recodings of at least 1"),
     ],
 )
 def test_a_code_that_cannot_be_is_refused(changes, message):

@@ -58,7 +58,7 @@ def test_a_switch_is_spelled_in_any_way_and_may_stand_alone():
         ("--seed=9223372036854775808", "seed must be a whole number < 2^63"),
         ("--run_name=a/b", "run_name must be the name of a folder"),
         ("--n_embd=90", "n_embd must be a multiple of 2 x n_head = 4"),
-        ("out/canonical_toy", "out/canonical_toy is no config file, which ends in .py; to continue"),
+        ("out/canonical_toy", "out/canonical_toy is no config file (.py); to continue"),
         ("config/nothing.py", "config file config/nothing.py: FileNotFoundError"),
     ],
 )

@@ -120,8 +120,8 @@ DAMAGE = [
         lambda d: np.array([0, 1, 600, 2], "<u2").tofile(d / FILE),
         f"{FILE} has id 600 at token 2, the vocabulary 512 ids",
     ),
-    (lambda d: change(d / "meta.json", "}", ""), "meta.json lacks valid JSON"),
-    (lambda d: change(d / "meta.json", "eot_id", "x"), "meta.json lacks eot_id"),
+    (lambda d: change(d / "meta.json", "}", ""), "meta.json is damaged"),
+    (lambda d: change(d / "meta.json", "eot_id", "x"), "meta.json is damaged"),
     (lambda d: change(d / "tiktoken.json", "by hand", "x"), "json is not the tokenizer of .*meta.js"),
     (lambda d: (d / "tiktoken.json").unlink(), "tiktoken.json is missing"),
 ]

@@ -193,7 +193,7 @@ def test_any_prompt_can_be_continued(runs, model, encoding):
         (["RUN", "--prompt=x", "--max_new_tokens=-1"], "max_new_tokens must be at least 0"),
         (["RUN", "--batch_size=0"], "batch_size must be at least 1"),
         (["RUN", "--device=tpu"], "device must be one of auto, cpu, cuda, mps"),
-        (["RUN", "--limit=0"], "limit must be at least 1"),
+        (["RUN", "--limit=-1"], "limit must be at least 0"),
     ],
 )
 def test_mistakes_are_named(runs, args, words):
