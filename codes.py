@@ -17,12 +17,15 @@ and multiplication is AND. No two tokens share a vector, and token 0 reads a zer
 shift b is added, or symbols="pm1" writes each 0 as -1).
 
 Letters: V vocabulary, K code bits, R recodings, C width. The codes are the paper's
-(arXiv:2610.04002), the shift b its predecessor's (arXiv:2605.09751); the symbols -1/+1, the scale
-and more than one recoding are our own, and off by default.
+(arXiv:2610.04002), the shift b its predecessor's (arXiv:2605.09751). Our own, and off by default,
+are the symbols -1/+1, the scale, more than one recoding, and two tables that are never trained:
+"random", where tokens share nothing, and "spelling", where they share their letters.
 
     python codes.py [ID ...]     follows tokens from id to vector and draws out/codes.png
 """
 
+import functools
+import hashlib
 import os
 import sys
 
@@ -103,8 +106,7 @@ def recode(bits: Tensor, A: Tensor, b: Tensor) -> Tensor:
 
     Bits (..., K), A (R K, K), b (R K,) of one dtype -> (..., R K).
     """
-    # Tokens are rows, so A c is written c A^T. Sums are at most K + 1: exact even in bfloat16.
-    return (bits @ A.T + b) % 2
+    return (bits @ A.T + b) % 2  # a token is a row. Sums up to K + 1: exact even in bfloat16
 
 
 class FixedTokenCode(nn.Module):
@@ -134,9 +136,9 @@ class FixedTokenCode(nn.Module):
         period = recodings * K
         if n_embd % period:
             near = sorted({max(1, n_embd // period) * period, (n_embd // period + 1) * period})
+            legal = f"a multiple of {period} (recodings x bits)"
             raise ValueError(
-                f"n_embd must be a multiple of {period} (recodings x bits), got {n_embd}: "
-                f"use {' or '.join(map(str, near))}"
+                f"n_embd must be {legal}, got {n_embd}: use {' or '.join(map(str, near))}"
             )
         with torch.device("cpu"):  # the generator is there, even if the model is built on a GPU
             A, b = make_code(input_mode, K, seed, shift, recodings)
@@ -160,6 +162,38 @@ class FixedTokenCode(nn.Module):
         code = (vectors[..., :K] > self.symbols.float().mean()).long().cpu()
         bits = recode(code ^ b, gf2_inverse(A), torch.zeros_like(b))
         return (bits << torch.arange(K)).sum(-1)
+
+
+def normal(seed: int, name: str, shape: tuple) -> Tensor:
+    """Numbers from N(0, 1), drawn from (seed, name): what one name gets depends on no other."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(shape, device="cpu").normal_(generator=generator)
+
+
+class FrozenTable(nn.Module):
+    """
+    A table (V, C) that is never trained. Each token's vector is a sum of random ones, one for each
+    of its n parts, times scale / sqrt(n). In "random" a token is its own and only part. In
+    "spelling" all runs of 1, 2 and 3 of its bytes, ends included, are; `own` adds itself.
+
+        "cat"  ->  c a t   <c ca at t>   <ca cat at>        "scatter" shares c a t ca at cat
+    """
+
+    def __init__(self, tokens: list, n_embd: int, input_mode: str, scale=1.0, seed=0, own=False):
+        super().__init__()
+        table = torch.zeros(len(tokens), n_embd, device="cpu")
+        vector = functools.cache(lambda part: normal(seed, part, (n_embd,)))
+        for t, token in enumerate(tokens):
+            text = "\u0100" + token.decode("latin-1") + "\u0101"  # a character per byte; two ends
+            runs = [text[i : i + n] for n in (2, 3) for i in range(len(text) - n + 1)]
+            parts = [*text[1:-1], *runs] if input_mode == "spelling" else []
+            parts += [f"token {t}"] if own or not parts else []
+            table[t] = scale * len(parts) ** -0.5 * sum(map(vector, parts))
+        self.register_buffer("weight", table)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight)  # (...) -> (..., C)
 
 
 def main(argv: list[str]) -> None:

@@ -3,7 +3,7 @@ A compact Llama-shaped GPT whose input is the question: a learned table or a fix
 
     ids -> wte -> n_layer x [ x + attention(norm(x)), x + SwiGLU(norm(x)) ] -> norm -> lm_head
 
-- wte is nn.Embedding ("learned") or codes.FixedTokenCode ("canonical", "gf2"): nothing else differs
+- wte is nn.Embedding ("learned") or a fixed input of codes.py: nothing else differs
 - RMSNorm (arXiv:1910.07467), rotary positions (arXiv:2104.09864), SwiGLU (arXiv:2002.05202)
 - no biases, no dropout, an output head of its own (untied)
 - every parameter has its own random generator, so models of one seed share their initial weights
@@ -13,7 +13,6 @@ Letters: B batch, T time, C width, H heads, D head width, F hidden width of the 
 
 from __future__ import annotations  # so that a signature may name what comes below
 
-import hashlib
 import math
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from codes import FixedTokenCode
+from codes import FixedTokenCode, FrozenTable, normal
 from config import Settings
 
 IGNORE = -1  # a target that does not count
@@ -31,7 +30,7 @@ IGNORE = -1  # a target that does not count
 
 @dataclass
 class GPTConfig(Settings):  # which checks the types; at_least() raises ValueError
-    input_mode: Literal["learned", "canonical", "gf2"] = "canonical"  # what the model reads
+    input_mode: Literal["learned", "canonical", "gf2", "random", "spelling"] = "canonical"  # input
     vocab_size: int = 2048  # V, the number of token ids
     block_size: int = 128  # T, the longest context in tokens
     n_layer: int = 6  # Transformer blocks
@@ -41,18 +40,20 @@ class GPTConfig(Settings):  # which checks the types; at_least() raises ValueErr
     rope_theta: float = 1e4  # base of the rotary frequencies
     norm_eps: float = 1e-5  # keeps RMSNorm from dividing by zero
     code_bits: int = 0  # K, bits of a code; 0 = the minimum, ceil(log2 V)
-    code_seed: int = 0  # draws the recoding of gf2
+    code_seed: int = 0  # draws the recoding of gf2, the vectors of random and spelling
     code_symbols: Literal["01", "pm1"] = "01"  # write bits as 0 and 1, or as -1 and +1
-    code_scale: float = 1.0  # what both symbols are multiplied by
+    code_scale: float = 1.0  # size of a fixed input: its symbols are multiplied by it
     code_shift: bool = False  # add a random shift b: affine instead of linear
     code_recodings: int = 1  # R different recodings side by side before repeating
+    code_own: bool = False  # spelling: add to each token a random vector of its own
+    table_scale: float = 0.02  # standard deviation with which a learned table starts
     seed: int = 1  # draws the weights and the data order
 
     def __post_init__(self):
         super().__post_init__()
         self.at_least(1, "block_size n_layer n_head n_embd code_recodings rope_theta")
         self.at_least(2, "vocab_size")
-        self.at_least(0, "n_inner code_bits code_seed seed norm_eps")
+        self.at_least(0, "n_inner code_bits code_seed seed norm_eps code_scale table_scale")
         self.n_inner = self.n_inner or 4 * self.n_embd
         if self.n_embd % (2 * self.n_head) != 0:
             raise ValueError(
@@ -61,14 +62,16 @@ class GPTConfig(Settings):  # which checks the types; at_least() raises ValueErr
             )
 
 
-def make_input(cfg: GPTConfig) -> nn.Module:
-    """The module that turns ids (B, T) into vectors (B, T, C): all that input_mode decides."""
-    if cfg.input_mode == "learned":
-        return nn.Embedding(cfg.vocab_size, cfg.n_embd)  # V C parameters
-    return FixedTokenCode(
-        cfg.vocab_size, cfg.n_embd, cfg.input_mode, cfg.code_bits, cfg.code_seed,
-        cfg.code_symbols, cfg.code_scale, cfg.code_shift, cfg.code_recodings,
-    )  # fmt: skip
+def make_input(cfg: GPTConfig, tokens: list[bytes]) -> nn.Module:
+    """ids (B, T) -> (B, T, C), all that input_mode decides. "spelling" needs the tokens' bytes."""
+    V, C, mode = cfg.vocab_size, cfg.n_embd, cfg.input_mode
+    scale, seed = cfg.code_scale, cfg.code_seed
+    if mode == "learned":
+        return nn.Embedding(V, C)
+    if mode in ("random", "spelling"):
+        return FrozenTable(tokens or [b""] * V, C, mode, scale, seed, cfg.code_own)
+    code = (cfg.code_bits, seed, cfg.code_symbols, scale, cfg.code_shift, cfg.code_recodings)
+    return FixedTokenCode(V, C, mode, *code)
 
 
 def rotary_table(block_size: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -102,8 +105,7 @@ class CausalSelfAttention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
-        B, T, C = x.shape
-        H = self.n_head
+        (B, T, C), H = x.shape, self.n_head
         qkv = self.qkv(x).view(B, T, 3 * H, C // H).transpose(1, 2)  # (B, 3 H, T, D)
         qk, v = qkv.split([2 * H, H], dim=1)
         q, k = rotate(qk, cos, sin).chunk(2, dim=1)  # each (B, H, T, D)
@@ -159,11 +161,11 @@ class GPT(nn.Module):
     model(ids, targets, "none")     the same for every token, (B, T)
     """
 
-    def __init__(self, cfg: GPTConfig, activation_checkpointing: bool = False):
+    def __init__(self, cfg: GPTConfig, activation_checkpointing=False, tokens: list[bytes] = ()):
         super().__init__()
         self.cfg = cfg
         self.activation_checkpointing = activation_checkpointing
-        self.wte = make_input(cfg)
+        self.wte = make_input(cfg, tokens)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm_f = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
@@ -178,16 +180,14 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_matrix(self, name: str, p: nn.Parameter) -> None:
         """
-        N(0, 0.02), from a generator seeded by (seed, name): no other parameter changes it. The
-        2 n_layer matrices that add to x start smaller, so that their sum does not grow with depth.
+        N(0, 0.02^2), drawn from (seed, name): no other parameter changes it. The 2 n_layer matrices
+        that add to x start smaller, so that their sum does not grow with depth.
         """
-        digest = hashlib.sha256(f"{self.cfg.seed} {name}".encode()).digest()
-        seed = int.from_bytes(digest[:8], "little") >> 1  # PyTorch takes seeds of 63 bits
-        adds_to_x = name.endswith(("proj.weight", "down.weight"))
-        std = 0.02 / math.sqrt(2 * self.cfg.n_layer) if adds_to_x else 0.02
-        generator = torch.Generator("cpu").manual_seed(seed)
+        std = self.cfg.table_scale if name == "wte.weight" else 0.02
+        if name.endswith(("proj.weight", "down.weight")):
+            std /= math.sqrt(2 * self.cfg.n_layer)
         if not p.is_meta:  # where only shapes are asked for, there are no numbers
-            p.copy_(torch.empty(p.shape, device="cpu").normal_(0, std, generator=generator))
+            p.copy_(std * normal(self.cfg.seed, name, p.shape))
 
     def hidden(self, ids: Tensor, cache: list[KVCache] | None = None) -> Tensor:
         """What the head reads: ids (B, T) -> (B, T, C). With a cache, ids follow what it holds."""

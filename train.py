@@ -273,7 +273,8 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
 
     # model
     with rt.device:  # parameters; .to() moves the buffers too
-        raw_model = GPT(cfg, cfg.activation_checkpointing).to(rt.device)
+        spelled = tokenizers.spelled(spec)
+        raw_model = GPT(cfg, cfg.activation_checkpointing, spelled).to(rt.device)
     if saved:
         load_weights(raw_model, saved["model"])
     elif cfg.init_from:

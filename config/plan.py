@@ -55,6 +55,7 @@ def memory(cfg: Settings, half: bool, compiled: bool) -> dict[str, int]:
     C, F, L, V = cfg.n_embd, cfg.n_inner, cfg.n_layer, cfg.vocab_size
     N, size, tokens = n_params(cfg), 2 if half else 4, cfg.batch_size * cfg.block_size
     recompute = cfg.activation_checkpointing
+    frozen = V * C if cfg.input_mode in ("random", "spelling") else 0
     # Numbers that a block keeps per token: inputs and outputs of its norms, q, k, v and what they
     # were cut from, attention's output (10 C), gate, up and their product (3 F). Without compile
     # also what the norms scale (2 C) and silu of the gate (F).
@@ -68,7 +69,7 @@ def memory(cfg: Settings, half: bool, compiled: bool) -> dict[str, int]:
         loss = 4 * min(tokens, 512) * V * (2 if compiled else 1) + 4 * (V + tokens) * C
     mlp = size * tokens * (C + 4 * F + (block if recompute else 0))  # the last block's gradients
     return {
-        "weights": 4 * N,
+        "weights": 4 * (N + frozen),
         "gradients": 4 * N,
         "AdamW's means": 8 * N,
         "16-bit weights": 0 if recompute else copies,  # a recomputed block makes its own again

@@ -104,12 +104,13 @@ def append_metrics(run_dir: str | Path, row: dict) -> None:
 
 def input_name(config: dict) -> str:
     """The input of a run, with the code settings that are not the paper's."""
-    name = config["input_mode"]
+    name, paper = config["input_mode"], {"table_scale": 0.02}
     if name != "learned":
         paper = {"bits": 0, "symbols": "01", "scale": 1.0, "shift": False, "recodings": 1}
-        for key, value in paper.items():
-            own = config.get(f"code_{key}", value)
-            name += f" {key}={own}" if own != value else ""
+        paper = {f"code_{key}": value for key, value in paper.items()} | {"code_own": False}
+    for key, value in paper.items():
+        own = config.get(key, value)
+        name += f" {key.partition('_')[2]}={own}" if own != value else ""
     return name
 
 

@@ -175,7 +175,14 @@ def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
         return np.concatenate([encoding.encode_to_numpy(p, disallowed_special=()) for p in parts])
 
 
+def spelled(spec: dict) -> list[bytes]:
+    """The bytes of each id, (V,); those of end-of-text are its name."""
+    tokens = [base64.b64decode(token) for token in spec["mergeable_ranks"]]
+    return tokens + [name.encode() for name in spec["special_tokens"]]
+
+
 def token_bytes(spec: dict) -> np.ndarray:
-    """Bytes of text that each id stands for, (V,) int64; end-of-text stands for none."""
-    lengths = [len(base64.b64decode(token)) for token in spec["mergeable_ranks"]]
-    return np.array(lengths + [0] * len(spec["special_tokens"]), dtype=np.int64)
+    """How many bytes of text each id stands for, (V,) int64; end-of-text stands for none."""
+    lengths = [len(token) for token in spelled(spec)]
+    lengths[-len(spec["special_tokens"]) :] = [0] * len(spec["special_tokens"])
+    return np.array(lengths, dtype=np.int64)

@@ -5,33 +5,38 @@ import random
 
 import pytest
 import torch
-from conftest import ROOT, assert_clean_error, run
+from conftest import ROOT, run
 from torch import nn
 
-from codes import FixedTokenCode, gf2_inverse, make_code, min_bits, random_invertible, recode, token_bits
+import codes
+from codes import (
+    FixedTokenCode,
+    FrozenTable,
+    gf2_inverse,
+    make_code,
+    min_bits,
+    normal,
+    random_invertible,
+    recode,
+    token_bits,
+)
 
 ALL_IDS = torch.arange(2**16)
 
 
-def test_bits_are_least_significant_first():
+def test_bits_are_least_significant_first_and_as_few_as_possible():
     assert token_bits(torch.tensor([5, 8]), 4).tolist() == [[1, 0, 1, 0], [0, 0, 0, 1]]
     for t in (0, 1, 255, 32767, 32768, 49150, 49151, 65535):
         assert token_bits(torch.tensor(t), 16).tolist() == [int(b) for b in f"{t:016b}"[::-1]]
+    for V, K in {2: 1, 3: 2, 4: 2, 5: 3, 4096: 12, 49152: 16, 65536: 16}.items():
+        assert min_bits(V) == K
 
 
-@pytest.mark.parametrize("V, K", [(2, 1), (3, 2), (4, 2), (5, 3), (4096, 12), (49152, 16), (65536, 16)])
-def test_the_minimum_of_bits(V, K):
-    assert min_bits(V) == K
-
-
-def test_recode_by_hand():
+def test_recoding_by_hand():
     # A c = (1*0 + 1*1, 0*0 + 1*1) = (1, 1), and (1, 1) + (1, 0) = (0, 1) mod 2
-    A = torch.tensor([[1, 1], [0, 1]])
-    c, b = torch.tensor([0, 1]), torch.tensor([1, 0])
-    assert recode(c, A, b).tolist() == [0, 1]
-
-
-def test_the_docstrings_example_by_hand():
+    A, b = torch.tensor([[1, 1], [0, 1]]), torch.tensor([1, 0])
+    assert recode(torch.tensor([0, 1]), A, b).tolist() == [0, 1]
+    # The docstring's example
     A = torch.tensor([[1, 1, 0], [0, 1, 0], [1, 0, 1]])
     assert recode(token_bits(torch.tensor(5), 3), A, torch.zeros(3).long()).tolist() == [1, 0, 0]
     assert torch.equal(gf2_inverse(A) @ A % 2, torch.eye(3).long())
@@ -42,9 +47,10 @@ def test_the_docstrings_example_by_hand():
 
 def test_a_matrix_is_singular_exactly_when_its_rows_span_fewer_than_2_to_the_k_sums():
     draw = random.Random(0)
-    for K in [2, 3, 4, 5] * 15:
-        rows = [draw.getrandbits(K) for _ in range(K)]
-        span = {0}
+    random_rows = [[draw.getrandbits(K) for _ in range(K)] for K in [2, 3, 4, 5] * 15]
+    # The first has determinant 2: invertible over the reals, singular mod 2 (its rows add up to zero).
+    for rows in [[0b011, 0b110, 0b101], *random_rows]:
+        span, K = {0}, len(rows)
         for row in rows:
             span |= {other ^ row for other in span}
         A = torch.tensor([[row >> k & 1 for k in range(K)] for row in rows])
@@ -53,14 +59,6 @@ def test_a_matrix_is_singular_exactly_when_its_rows_span_fewer_than_2_to_the_k_s
         else:
             with pytest.raises(ValueError, match="no inverse over GF"):
                 gf2_inverse(A)
-
-
-def test_a_matrix_may_be_singular_over_gf2_and_not_over_the_reals():
-    # Determinant 2: invertible over the reals, singular mod 2 (the rows add up to zero).
-    A = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1]])
-    assert torch.linalg.matrix_rank(A.double()) == 3
-    with pytest.raises(ValueError, match="no inverse over GF"):
-        gf2_inverse(A)
 
 
 @pytest.mark.parametrize("K", [1, 2, 5, 12, 16, 31])
@@ -115,16 +113,13 @@ def test_a_code_equals_a_slow_loop():
         assert code(torch.tensor(t)).tolist() == [0.5 if r else -0.5 for r in rows] * 2
 
 
-def test_canonical_is_gf2_with_the_identity():
+def test_canonical_is_gf2_with_the_identity_and_each_seed_has_its_own_code():
     A, b = make_code("canonical", 16)
     assert torch.equal(A, torch.eye(16, dtype=A.dtype)) and not b.any()
     ids = torch.tensor([0, 1, 49151])
     assert torch.equal(FixedTokenCode(49152, 16)(ids), token_bits(ids, 16).float())
-
-
-def test_seeds_draw_different_codes_and_one_seed_the_same():
-    assert torch.equal(make_code("gf2", 16, 1)[0], make_code("gf2", 16, 1)[0])
-    assert not torch.equal(make_code("gf2", 16, 1)[0], make_code("gf2", 16, 2)[0])
+    first, again, other = (make_code("gf2", 16, seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_more_recodings_raise_the_rank_of_the_input_past_the_bits():
@@ -196,10 +191,47 @@ def test_running_codes_prints_what_the_file_says_and_draws(tmp_path):
     assert f"gf2        {by_hand}" in result.stdout
     assert (tmp_path / "out" / "codes.png").stat().st_size > 10_000
     for word in ("five", "50000", "-1"):
-        assert_clean_error(run("codes.py", word), "token ids go from 0 to 49151", word)
+        with pytest.raises(SystemExit, match=f"codes.py: error: token ids go from 0 to 49151, got {word}$"):
+            codes.main([word])
 
 
 def test_codes_needs_nothing_but_torch(tmp_path):
     (tmp_path / "codes.py").write_text((ROOT / "codes.py").read_text())
     code = "import sys; from codes import FixedTokenCode; assert 'config' not in sys.modules"
     assert run("-c", code, cwd=tmp_path).returncode == 0
+
+
+def test_spelling_is_the_sum_over_runs_of_bytes():
+    def draw(*parts):
+        return sum(normal(3, part, (8,)) for part in parts)
+
+    tokens = [b"", b"a", b"\xffab", b"a"]
+    table = FrozenTable(tokens, 8, "spelling", 0.5, seed=3).weight
+    runs = ["\xff", "a", "b", "\u0100\xff", "\xffa", "ab", "b\u0101", "\u0100\xffa", "\xffab", "ab\u0101"]
+    torch.testing.assert_close(table[0], 0.5 * draw("\u0100\u0101"))
+    torch.testing.assert_close(table[1], 0.5 / 4**0.5 * draw("a", "\u0100a", "a\u0101", "\u0100a\u0101"))
+    torch.testing.assert_close(table[2], 0.5 / 10**0.5 * draw(*runs))
+    own = FrozenTable(tokens, 8, "spelling", 0.5, seed=3, own=True).weight
+    torch.testing.assert_close(own[2], 0.5 / 11**0.5 * draw(*runs, "token 2"))
+    assert torch.equal(table[1], table[3]) and not torch.equal(own[1], own[3])
+    alone = FrozenTable(tokens, 8, "random", 0.5, seed=3).weight
+    torch.testing.assert_close(alone[3], 0.5 * draw("token 3"))
+
+
+def test_spelling_brings_like_words_together_and_keeps_all_apart():
+    words = [b"cat", b" cats", b"scatter", b"dog", *(b"-" * n for n in range(1, 33)), b"<|endoftext|>"]
+    table = FrozenTable(words, 4096, "spelling", 0.1).weight
+    near = torch.nn.functional.cosine_similarity(table[0], table[1:4], dim=-1)
+    # c a t ca at cat of 10 and 16 parts; t twice of 10 and 22 (2 x 2 + 20 squared); nothing
+    torch.testing.assert_close(near, torch.tensor([6 / 160**0.5, 7 / 240**0.5, 0.0]), atol=0.05, rtol=0)
+    assert len(table.unique(dim=0)) == len(words)
+    assert table[:4].std().item() == pytest.approx(0.1, rel=0.03)
+    other = FrozenTable(words, 4096, "spelling", 0.1, seed=1).weight
+    assert torch.nn.functional.cosine_similarity(table, other).abs().max() < 0.1
+
+
+def test_normal_numbers_depend_on_seed_and_name_alone():
+    x = normal(0, "a", (100, 1000))
+    assert abs(x.mean()) < 0.02 and x.std().item() == pytest.approx(1, rel=0.01)
+    assert torch.equal(x, normal(0, "a", (100, 1000)))
+    assert not (x == normal(1, "a", (100, 1000))).any() and not (x == normal(0, "b", (100, 1000))).any()
