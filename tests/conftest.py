@@ -1,6 +1,5 @@
 """What the tests share: a small dataset, tiny settings, and programs run as a user runs them."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -10,13 +9,16 @@ import pytest
 import torch
 
 from config import read_config_file
+from config.machine import Precision, Runtime
 from data.prepare import PrepareConfig, prepare
+from data.pydocs import read_documents
 from model import GPT, GPTConfig
-from train import TrainConfig
+from train import TrainConfig, main
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "config" / "tiny.py")
 ARMS = ("learned", "canonical", "gf2")
+RT = Runtime(Precision("cpu", "float32", scaler=False, compile=False, flash=True))
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
@@ -30,17 +32,26 @@ def texts(n: int = 60) -> list[str]:
     ]
 
 
-def write_dataset(folder: Path, documents: list[str], vocab_size: int = 512) -> Path:
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory) -> Path:
     """A dataset written by our own pipeline."""
-    cfg = PrepareConfig(data_dir=str(folder), vocab_size=vocab_size)
+    documents = [f"{text} {chr(97 + i % 26)}{chr(97 + i // 26 % 26)} {i * 7919}" for i, text in enumerate(texts(400))]
+    cfg = PrepareConfig(data_dir=str(tmp_path_factory.mktemp("data") / "small"), vocab_size=512)
     rows = [(i, None, text) for i, text in enumerate(documents)]
     return prepare(cfg, lambda place: rows, "a test", "python -m pytest tests", 10**6)
 
 
 @pytest.fixture(scope="session")
-def dataset(tmp_path_factory) -> Path:
-    documents = [f"{text} {chr(97 + i % 26)}{chr(97 + i // 26 % 26)} {i * 7919}" for i, text in enumerate(texts(400))]
-    return write_dataset(tmp_path_factory.mktemp("data") / "small", documents)
+def pydocs() -> list[str]:
+    return read_documents()
+
+
+@pytest.fixture(scope="session")
+def finished(dataset, tmp_path_factory) -> Path:
+    """A finished run of config/tiny.py, to read; a test that changes it copies it."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert main([TINY, f"--data_dir={dataset}", f"--out_dir={folder}"]) == 0
+    return folder
 
 
 @pytest.fixture
@@ -75,10 +86,6 @@ def model_config(**changes) -> GPTConfig:
 
 def make_model(**changes) -> GPT:
     return GPT(model_config(**changes))
-
-
-def values(cfg) -> dict:
-    return dataclasses.asdict(cfg)
 
 
 def run(*args: str, cwd: Path = ROOT, timeout: float = 120, **env) -> subprocess.CompletedProcess:

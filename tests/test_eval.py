@@ -1,5 +1,6 @@
 """eval.py: losses scored by hand, the bigram model against a slow loop, tables, figures, samples."""
 
+import functools
 import json
 import math
 import shutil
@@ -8,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, assert_clean_error, run
+from conftest import RT, TINY, run
 
-from config.machine import Precision, Runtime
 from data.bigram import bigram_losses
 from data.runs import load_checkpoint, read_metrics, write_checkpoint
 from data.shards import Shards
@@ -18,8 +18,6 @@ from data.tokenizers import load_encoding, read_spec, token_bytes
 from eval import EvalConfig, by_frequency, main, measure, measures, print_losses, sample
 from model import build_model
 from train import main as train
-
-RT = Runtime(Precision("cpu", "float32", scaler=False, compile=False, flash=True))
 
 
 def evaluate_run(run_dir: str, cfg: EvalConfig | None = None) -> dict:
@@ -137,48 +135,41 @@ def test_runs_of_other_settings_do_not_share_a_line(capsys):
     assert "2.500 ± 0.707" in rows[1]
 
 
-@pytest.mark.parametrize(
-    "part, key, message",
-    [
-        ("config", "data_dir", "another, the dataset of .* is not there: say where by --data_dir"),
+def test_a_dataset_that_has_moved_or_changed_is_named(runs, dataset, tmp_path):
+    for part, key, message in [
         ("data", "tokenizer_sha256", "was trained on other data than .* holds: use --data_dir"),
-    ],
-)
-def test_a_dataset_that_has_moved_or_changed_is_named(runs, dataset, tmp_path, part, key, message):
-    saved = load_checkpoint(runs / "learned_1", training=True)
-    saved[part][key] = "another"
-    write_checkpoint(tmp_path, saved, keep=1)
-    with pytest.raises(ValueError, match=message):
-        evaluate_run(str(tmp_path))
-    if part == "config":
-        moved = evaluate_run(str(tmp_path), EvalConfig(data_dir=str(dataset)))
-        assert moved["loss"] == evaluate_run(str(runs / "learned_1"))["loss"]
+        ("config", "data_dir", "another, the dataset of .* is not there: say where by --data_dir"),
+    ]:
+        saved = load_checkpoint(runs / "learned_1", training=True)
+        saved[part][key] = "another"
+        write_checkpoint(tmp_path, saved, keep=1)
+        with pytest.raises(ValueError, match=message):
+            evaluate_run(str(tmp_path))
+    moved = evaluate_run(str(tmp_path), EvalConfig(data_dir=str(dataset)))
+    assert moved["loss"] == evaluate_run(str(runs / "learned_1"))["loss"]
 
 
 # --- sampling ------------------------------------------------------------------
 
 
 @pytest.fixture
-def model(runs):
-    return build_model(load_checkpoint(runs / "canonical_1"))
+def draw(runs):
+    """draw(prompt, n, ...) -> a text by a trained run."""
+    model = build_model(load_checkpoint(runs / "canonical_1"))
+    return functools.partial(sample, model, load_encoding(read_spec(runs / "canonical_1")))
 
 
-@pytest.fixture
-def encoding(runs):
-    return load_encoding(read_spec(runs / "canonical_1"))
-
-
-def test_samples_are_repeatable_and_seeds_differ(model, encoding):
-    texts = [sample(model, encoding, "Document 1:", 60, seed=seed) for seed in (1, 1, 2)]
+def test_samples_are_repeatable_and_seeds_differ(draw):
+    texts = [draw("Document 1:", 60, seed=seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("Document 1:")
-    greedy = {sample(model, encoding, "Document", 60, temperature=0, seed=seed) for seed in (1, 2)}
+    greedy = {draw("Document", 60, temperature=0, seed=seed) for seed in (1, 2)}
     assert len(greedy) == 1
-    assert sample(model, encoding, "Document", 0) == "Document" and sample(model, encoding, "", 0) == ""
+    assert draw("Document", 0) == "Document" and draw("", 0) == ""
 
 
-def test_any_prompt_can_be_continued(runs, model, encoding):
+def test_any_prompt_can_be_continued(runs, draw):
     for prompt in ("", "日本語 \U0001f600 never seen", "word " * 300, "<|endoftext|>"):
-        assert sample(model, encoding, prompt, 20, top_k=100_000).startswith(prompt)
+        assert draw(prompt, 20, top_k=100_000).startswith(prompt)
     args = [str(runs / "canonical_1"), "--prompt=caf\u00e9 \U0001f600", "--max_new_tokens=5"]
     result = run("-W", "error", "eval.py", *args, LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii")
     assert result.returncode == 0 and result.stderr == ""
@@ -189,6 +180,7 @@ def test_any_prompt_can_be_continued(runs, model, encoding):
     "args, words",
     [
         ([], "name at least one run"),
+        (["no/such/run"], "no/such/run holds no checkpoint.*train a run first"),
         (["RUN", "--prompt=x", "--temperature=-1"], "temperature must be at least 0, got -1"),
         (["RUN", "--prompt=x", "--max_new_tokens=-1"], "max_new_tokens must be at least 0"),
         (["RUN", "--batch_size=0"], "batch_size must be at least 1"),
@@ -201,27 +193,11 @@ def test_mistakes_are_named(runs, args, words):
         main([str(runs / "learned_1") if arg == "RUN" else arg for arg in args])
 
 
-def test_a_mistake_ends_in_one_sentence():
-    assert_clean_error(run("eval.py", "no/such/run"), "no/such/run holds no checkpoint", "train a run first")
-
-
-def test_results_are_printed_also_where_nothing_can_be_written(runs, tmp_path, capsys, monkeypatch):
-    def full(path, content):
-        raise OSError("cannot write there")
-
-    monkeypatch.setattr("data.runs.write_atomically", full)
-    main([str(runs / "learned_1")])
-    out = capsys.readouterr().out
-    assert "| learned" in out and out.splitlines()[-1] == "warning: cannot write there"
-
-
-def test_a_figure_that_fails_hides_no_table(runs, tmp_path, monkeypatch):
+def test_a_figure_that_fails_hides_no_table(runs, tmp_path, capsys):
     (tmp_path / "compare.png").mkdir()
-    both = [str(runs / "learned_1"), str(runs / "canonical_1")]
-    inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
-    result = run("eval.py", *both, f"--out_dir={tmp_path}", **inline)
-    assert result.returncode == 0 and "| learned" in result.stdout, result.stderr
-    assert "compare.png could not be drawn" in result.stdout
+    main([f"{runs}/learned_1", f"{runs}/canonical_1", f"--out_dir={tmp_path}"])
+    out = capsys.readouterr().out
+    assert "| learned" in out and "compare.png could not be drawn" in out
 
 
 def test_one_checkpoint_of_a_run_can_be_named_and_needs_no_optimizer(runs, tmp_path, capsys):

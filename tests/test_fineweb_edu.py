@@ -1,10 +1,10 @@
 """data/fineweb_edu.py: what it writes, whatever happens to the network and the process."""
 
 import hashlib
+import itertools
 import json
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import texts
-from test_data import contents, kill_9, read_documents, write_slowly
+from test_data import contents, read_documents
 
 from config import load_config
 from data import fineweb_edu, tokenizers
@@ -35,20 +35,21 @@ DOCUMENTS = [{"text": make_text(i), "id": f"<urn:uuid:{i}>", "score": i / 7} for
 FILES = [DOCUMENTS[:120], DOCUMENTS[120:121], DOCUMENTS[121:]]
 
 
-def serve(folder: Path, patch: Callable = setattr) -> list[tuple]:
-    """Local files, GPT-2's stand-in and small sizes from here on; what the hub is asked for."""
+@pytest.fixture
+def hub(source, monkeypatch) -> list[tuple]:
+    """Local files, GPT-2's stand-in and small sizes; what the hub is asked for."""
     real, asked = datasets.load_dataset, []
 
     def load_dataset(repo: str, name: str, revision: str, **options) -> datasets.IterableDataset:
         asked.append((repo, name, revision))
-        files = sorted(map(str, folder.glob("*.parquet")))
+        files = sorted(map(str, source.glob("*.parquet")))
         return real("parquet", data_files=files, **options)
 
-    patch(datasets, "load_dataset", load_dataset)
-    patch(tokenizers, "gpt2_spec", lambda: SPEC)
-    patch(prepare_module, "SHARD_TOKENS", SHARD)
-    patch(prepare_module, "BATCH_CHARS", 1500)
-    patch(fineweb_edu, "ROWS", 30)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(tokenizers, "gpt2_spec", lambda: SPEC)
+    monkeypatch.setattr(prepare_module, "SHARD_TOKENS", SHARD)
+    monkeypatch.setattr(prepare_module, "BATCH_CHARS", 1500)
+    monkeypatch.setattr(fineweb_edu, "ROWS", 30)
     return asked
 
 
@@ -58,11 +59,6 @@ def source(tmp_path_factory) -> Path:
     for i, rows in enumerate(FILES):
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{i:03}.parquet", row_group_size=40)
     return folder
-
-
-@pytest.fixture
-def hub(source, monkeypatch) -> list[tuple]:
-    return serve(source, monkeypatch.setattr)
 
 
 def expected(tokens: int, val_fraction: float = 0.2) -> dict[str, bytes]:
@@ -157,14 +153,17 @@ def test_a_network_that_does_not_come_back_is_one_sentence(hub, tmp_path, monkey
     assert waits[3:] == [1, 2, 4, 8, 16, 32, 64, 128]
 
 
-def serve_and_write_slowly(source: Path, args: list[str]) -> None:
-    serve(source)
-    write_slowly(main, args)
+def test_a_command_that_was_interrupted_continues(hub, tmp_path, monkeypatch):
+    out, real = tmp_path / "out", fineweb_edu.read
 
+    def read(*args):
+        yield from itertools.islice(real(*args), 60)
+        raise KeyboardInterrupt
 
-def test_kill_9_and_run_again(hub, source, tmp_path):
-    out = tmp_path / "out"
-    kill_9(out, serve_and_write_slowly, source, argv(out))
+    with monkeypatch.context() as patch:
+        patch.setattr(fineweb_edu, "read", read)
+        with pytest.raises(KeyboardInterrupt):
+            main(argv(out))
     assert json.loads((out / "progress.json").read_text())["place"][1] > 0
     with pytest.raises(ValueError, match="holds another dataset or a part of it"):
         main(argv(out, 10_000))

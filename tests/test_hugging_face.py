@@ -4,18 +4,17 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ARMS, ROOT, TINY, assert_clean_error, make_model, run, texts
+from conftest import ARMS, TINY, make_model, texts
 from test_tokenizers import ODD, random_unicode
 
 import eval as eval_module
-from data.hugging_face import export
-from data.runs import load_checkpoint
+from data.hugging_face import export, llama_weights
+from data.runs import load_checkpoint, write_checkpoint
 from data.tokenizers import gpt2_spec, load_encoding, read_spec
 from model import build_model
 from train import main as train
@@ -31,18 +30,31 @@ def exports(dataset, tmp_path_factory) -> Path:
     for arm in ARMS:
         setting = [] if arm == "learned" else ["--code_symbols=pm1", "--code_shift=1"]
         train([TINY, f"--data_dir={dataset}", f"--out_dir={out}/{arm}", f"--input_mode={arm}", *setting])
+        saved = load_checkpoint(out / arm, training=True)
+        for name, p in saved["model"].items():  # gains other than 1, and weights large enough to matter
+            if "norm" in name:
+                p.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(0))
+            elif "wte" not in name:
+                p.mul_(3)
+        write_checkpoint(out / arm, saved, keep=1)
         eval_module.main([f"{out}/{arm}", f"--export={out}/{arm}_hf"])
     return out
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_logits_and_greedy_tokens_equal(exports, arm):
+def test_logits_gradients_and_greedy_tokens_equal(exports, arm):
     ours = build_model(load_checkpoint(exports / arm))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exports / f"{arm}_hf", dtype=torch.float32)
     table = theirs.get_input_embeddings().weight
     assert torch.equal(table, ours.wte(torch.arange(512)))
     assert arm == "learned" or set(table.unique().tolist()) == {-1.0, 1.0}
-    torch.testing.assert_close(theirs(IDS).logits, ours(IDS), atol=1e-5, rtol=1e-5)
+    logits, targets = theirs(IDS).logits, IDS.roll(-1, 1)
+    torch.testing.assert_close(logits, ours(IDS), atol=1e-5, rtol=1e-5)
+    ours(IDS, targets).backward()
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    grads = {"wte.weight": table.grad} | {name: p.grad for name, p in ours.named_parameters()}
+    for name, grad in llama_weights(grads, 2).items():
+        torch.testing.assert_close(theirs.get_parameter(name).grad, grad, atol=1e-4, rtol=1e-4)
     assert sum(p.numel() for p in theirs.parameters()) == ours.n_params() + (0 if arm == "learned" else 512 * 36)
     prompt = IDS[:1, :5]
     theirs_ids = theirs.generate(prompt, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(prompt))
@@ -81,23 +93,18 @@ def test_the_exported_gpt2_tokenizer_equals_ours(tmp_path):
     same_tokens(transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), load_encoding(spec))
 
 
-def test_the_card_names_input_and_data_and_mistakes_are_named(dataset, exports, tmp_path):
+def test_the_card_names_input_and_data_and_mistakes_are_named(dataset, exports, tmp_path, monkeypatch):
     card = (exports / "gf2_hf" / "README.md").read_text()
     for words in ("gf2 symbols=pm1 shift=True, 5,120 training tokens", "bpe-512", str(dataset)):
         assert words in card, words
-    folder = str(exports / "learned_hf")
-    taken = run("eval.py", str(exports / "learned"), f"--export={folder}")
-    assert_clean_error(taken, "is not empty")
-    both = [str(exports / arm) for arm in ("learned", "gf2")]
-    assert_clean_error(run("eval.py", *both, f"--export={tmp_path / 'x'}"), "one run at a time")
-
-
-def test_without_safetensors_the_package_is_named(exports, tmp_path):
-    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules['safetensors'] = None\n"
-            f"sys.argv = ['eval.py', {str(exports / 'gf2')!r}, '--export={tmp_path / 'x'}']\n"
-            "from config import run_cli; from eval import main; run_cli(main, 'eval.py')")  # fmt: skip
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert_clean_error(result, "pip install safetensors")
+    learned, gf2, free = str(exports / "learned"), str(exports / "gf2"), f"--export={tmp_path / 'x'}"
+    with pytest.raises(ValueError, match="is not empty"):
+        eval_module.main([learned, f"--export={exports / 'learned_hf'}"])
+    with pytest.raises(ValueError, match="one run at a time"):
+        eval_module.main([learned, gf2, free])
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)  # as if it were not installed
+    with pytest.raises(ValueError, match="pip install safetensors"):
+        eval_module.main([gf2, free])
     assert not (tmp_path / "x").exists()
 
 

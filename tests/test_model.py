@@ -7,62 +7,23 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ARMS, ROOT, make_model, model_config
+from conftest import ARMS, make_model, model_config
 
-from config import load_config
-from model import GPT, KVCache, build_model, head_loss, rotary_table, rotate
+from model import GPT, KVCache, build_model, head_loss, rotary_table
 from train import TrainConfig, make_optimizer
 
 IDS = torch.randint(512, (2, 32), generator=torch.Generator().manual_seed(0))
 
 
-def meta_model(config: str) -> GPT:
-    cfg = load_config(TrainConfig, {}, [str(ROOT / "config" / f"{config}.py")])
-    with torch.device("meta"):
-        return GPT(cfg)
-
-
-@pytest.mark.parametrize(
-    "config, n_params, n_input",
-    [
-        ("canonical_1p7b", 1_711_376_384, 0),
-        ("gf2_1p7b", 1_711_376_384, 0),
-        ("learned_1p7b", 1_812_039_680, 100_663_296),
-        # 6 (4 C^2 + 3 C F + 2 C) + C + V C with C = 88, F = 352, V = 2048; the table is V C again
-        ("canonical_toy", 924_792, 0),
-        ("gf2_toy", 924_792, 0),
-        ("learned_toy", 1_105_016, 180_224),
-        ("tiny", 60_084, 0),
-    ],
-)
-def test_parameter_counts(config, n_params, n_input):
-    model = meta_model(config)
-    assert model.n_params() == n_params
-    assert sum(p.numel() for p in model.wte.parameters()) == n_input
-
-
-def test_the_1p7b_arms_have_the_papers_parts():
-    model = meta_model("canonical_1p7b")
-    C, L, H = 2048, 24, 8192
-    assert sum(p.numel() for p in model.blocks.parameters()) + C == L * (4 * C * C + 3 * C * H + 2 * C) + C
-    assert model.lm_head.weight.shape == (49152, 2048)
-
-
 def test_backbones_are_equal_bit_by_bit_and_seeds_differ():
     weights = {arm: dict(make_model(input_mode=arm).named_parameters()) for arm in ARMS}
-    assert set(weights["learned"]) - set(weights["canonical"]) == {"wte.weight"}
-    assert set(weights["canonical"]) == set(weights["gf2"])
+    deeper, other = make_model(n_layer=3).state_dict(), make_model(seed=2).state_dict()
+    assert set(weights["learned"]) == {"wte.weight", *weights["canonical"]}
     for name, p in weights["canonical"].items():
         assert torch.equal(p, weights["learned"][name]) and torch.equal(p, weights["gf2"][name]), name
-    other = dict(make_model(seed=2).named_parameters())
-    same = [name for name in other if torch.equal(other[name], weights["canonical"][name])]
-    assert all("norm" in name for name in same), same
-
-
-def test_a_weights_draw_does_not_depend_on_the_layers_around_it():
-    small, large = make_model(n_layer=1), make_model(n_layer=3)
-    name = "blocks.0.attn.qkv.weight"
-    assert torch.equal(small.state_dict()[name], large.state_dict()[name])
+        assert torch.equal(p, other[name]) == ("norm" in name), name
+    name = "blocks.0.attn.qkv.weight"  # its draw does not depend on the layers around it
+    assert torch.equal(weights["canonical"][name], deeper[name])
 
 
 def test_the_start_is_normal_and_smaller_into_the_residual():
@@ -71,11 +32,6 @@ def test_the_start_is_normal_and_smaller_into_the_residual():
     assert model.blocks[3].mlp.down.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
     assert model.blocks[3].attn.proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)
     assert torch.equal(model.norm_f.weight, torch.ones(96))
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_loss_at_the_start_is_near_log_v(arm):
-    assert make_model(input_mode=arm)(IDS, IDS).item() == pytest.approx(math.log(512), abs=0.1)
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -111,40 +67,15 @@ def test_attention_equals_a_slow_loop():
     torch.testing.assert_close(attn(x, cos, sin)[0], expected, atol=1e-6, rtol=1e-4)
 
 
-def test_rotation_keeps_lengths_and_depends_on_differences():
-    x = torch.randn(8, 18, generator=torch.Generator().manual_seed(0))
-    cos, sin = rotary_table(8, 18, 1e4)
-    torch.testing.assert_close(rotate(x, cos, sin).norm(dim=-1), x.norm(dim=-1))
-    q, k = rotate(x[:1].expand(8, -1), cos, sin), rotate(x[1:2].expand(8, -1), cos, sin)
-    torch.testing.assert_close(q[5] @ k[3], q[7] @ k[5])
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_chunked_loss_equals_logits_then_cross_entropy(reduction):
+@pytest.mark.parametrize("dtype, n, V", [(torch.float32, 900, 49152), (torch.bfloat16, 600, 512)])
+def test_chunked_loss_equals_logits_then_cross_entropy(dtype, n, V, reduction):
+    """n = 900 makes two chunks. The loss is float32 whatever the precision of the products."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(900, 16, generator=generator, requires_grad=True)
-    weight = torch.randn(49152, 16, generator=generator).mul(0.1).requires_grad_()  # 512 rows a chunk
-    targets = torch.randint(49152, (900,), generator=generator)
+    x = torch.randn(n, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(V, 16, generator=generator).mul(0.1 if V > 512 else 0.3).requires_grad_()
+    targets = torch.randint(V, (n,), generator=generator)
     targets[::7] = -1  # these do not count
-    grads = []
-    for loss in (
-        head_loss(x, weight, targets, reduction),
-        F.cross_entropy(x @ weight.T, targets, reduction=reduction, ignore_index=-1),
-    ):
-        x.grad = weight.grad = None
-        loss.sum().backward()
-        grads.append((loss.detach(), x.grad, weight.grad))
-    torch.testing.assert_close(grads[0][0], grads[1][0], rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(grads[0][1:], grads[1][1:], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_loss_is_float32_whatever_the_precision_of_the_products(reduction):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(600, 16, generator=generator).bfloat16().requires_grad_()
-    weight = torch.randn(512, 16, generator=generator).mul(0.3).requires_grad_()
-    targets = torch.randint(512, (600,), generator=generator)
-    targets[::7] = -1
     grads = []
     for loss in (
         head_loss(x, weight, targets, reduction),
@@ -154,6 +85,10 @@ def test_the_loss_is_float32_whatever_the_precision_of_the_products(reduction):
         assert loss.dtype == torch.float32
         loss.sum().backward()
         grads.append((loss.detach(), x.grad.float(), weight.grad))
+    if dtype == torch.float32:
+        torch.testing.assert_close(grads[0][0], grads[1][0], rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(grads[0][1:], grads[1][1:], rtol=1e-4, atol=1e-6)
+        return
     # The logits are rounded to bfloat16, by 1 in 256; the mean is far more exact.
     torch.testing.assert_close(grads[0][0], grads[1][0], rtol=3e-4 if reduction == "mean" else 4e-3, atol=0)
     for got, expected in zip(grads[0][1:], grads[1][1:]):
@@ -170,10 +105,11 @@ def test_the_tokens_losses_average_to_the_loss():
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_one_batch_can_be_memorised(arm):
+def test_one_batch_can_be_memorised_from_a_loss_near_log_v(arm):
     model = make_model(input_mode=arm)
+    assert model(IDS, IDS).item() == pytest.approx(math.log(512), abs=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    for _ in range(120):
+    for _ in range(80):
         loss = model(IDS, IDS.roll(-1, 1))
         loss.backward()
         optimizer.step()
@@ -244,7 +180,8 @@ def test_greedy_equals_a_loop_over_the_last_block_size_tokens():
     model, ids = trained_a_little(), IDS[:1, :4]
     for _ in range(40):
         ids = torch.cat([ids, model(ids[:, -32:])[:, -1].argmax(-1, keepdim=True)], dim=1)
-    assert torch.equal(model.generate(IDS[:1, :4], 40, temperature=0), ids)
+    for temperature in (0, 1e-6, 1e-40, 1e-320):  # near zero is greedy, too
+        assert torch.equal(model.generate(IDS[:1, :4], 40, temperature=temperature), ids)
 
 
 def test_top_k_draws_from_the_k_likeliest_with_their_probabilities():
@@ -281,39 +218,26 @@ def test_sampling_stops_at_end_of_text():
     assert set(both[0, 4 + first :].tolist()) == {stop}
 
 
-@pytest.mark.parametrize("bad", [dict(temperature=-1), dict(top_k=-1), dict(max_new_tokens=-1)])
-def test_sampling_refuses_nonsense(bad):
-    with pytest.raises(ValueError, match="must be at least 0"):
-        make_model().generate(IDS, **({"max_new_tokens": 1} | bad))
-
-
-def test_a_temperature_near_zero_is_greedy():
-    model = trained_a_little()
-    greedy = model.generate(IDS, 10, temperature=0)
-    for temperature in (1e-6, 1e-40, 1e-320):
-        assert torch.equal(model.generate(IDS, 10, temperature=temperature), greedy)
-
-
-def test_too_long_an_input_is_refused():
+def test_nonsense_is_refused():
+    for bad in (dict(temperature=-1), dict(top_k=-1), dict(max_new_tokens=-1)):
+        with pytest.raises(ValueError, match="must be at least 0"):
+            make_model().generate(IDS, **({"max_new_tokens": 1} | bad))
     with pytest.raises(ValueError, match="33 tokens do not fit in block_size=32"):
         make_model()(torch.zeros(1, 33, dtype=torch.long))
 
 
 def test_a_checkpoint_with_a_missing_or_foreign_key_is_refused():
     model = make_model()
-    saved = {"config": dataclasses.asdict(model.cfg), "model": model.state_dict()}
-    rebuilt = build_model(copy.deepcopy(saved))
+    config, weights = dataclasses.asdict(model.cfg), model.state_dict()
+    rebuilt = build_model(copy.deepcopy({"config": config, "model": weights}))
     assert torch.equal(rebuilt(IDS), model(IDS))
-    broken = copy.deepcopy(saved)
-    del broken["model"]["norm_f.weight"]
-    with pytest.raises(ValueError, match="norm_f.weight"):
-        build_model(broken)
-    renamed = {"config": saved["config"], "model": {f"module.{k}": v for k, v in saved["model"].items()}}
-    with pytest.raises(ValueError, match="does not fit"):
-        build_model(renamed)
-    other = {"config": saved["config"] | {"n_layer": 1}, "model": saved["model"]}
-    with pytest.raises(ValueError, match="blocks.1"):
-        build_model(other)
+    for changes, others, words in [
+        ({}, {k: v for k, v in weights.items() if k != "norm_f.weight"}, "norm_f.weight"),
+        ({}, {f"module.{k}": v for k, v in weights.items()}, "does not fit"),
+        ({"n_layer": 1}, weights, "blocks.1"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            build_model({"config": config | changes, "model": others})
 
 
 def test_activation_checkpointing_changes_no_gradient():
@@ -324,11 +248,6 @@ def test_activation_checkpointing_changes_no_gradient():
         model(ids[:, :-1], ids[:, 1:]).backward()
         grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
-
-
-def test_the_hidden_width_of_the_mlp_is_derived_once():
-    assert model_config().n_inner == 4 * 36 and model_config(n_inner=50).n_inner == 50
-    assert make_model().blocks[0].mlp.down.weight.shape == (36, 144)
 
 
 def test_norms_keep_the_dtype_of_their_input_and_the_precision_of_their_gain():

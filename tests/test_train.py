@@ -1,10 +1,11 @@
 """train.py: the same training whatever the ranks, the micro-batches and the interruptions."""
 
 import copy
+import itertools
 import json
 import math
 import os
-import re
+import queue
 import shutil
 import signal
 import subprocess
@@ -16,17 +17,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ARMS, ROOT, TINY, assert_clean_error, make_model, run
+from conftest import ARMS, ROOT, RT, TINY, assert_clean_error, make_model, run
+from torch._dynamo.utils import counters
 
 import train as train_module
-from config.machine import Precision, Runtime
+from config import explain
+from config.machine import Precision, Runtime, folder_lock
 from data.runs import checkpoints, load_checkpoint, read_metrics, write_checkpoint
 from data.shards import Shards, window_numbers
 from model import build_model
 from train import TrainConfig, accumulation, get_batches, lr_at, main, train, train_step
 
-RT = Runtime(Precision("cpu", "float32", scaler=False, compile=False, flash=True))
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
+X, Y = torch.randint(512, (2, 4, 32), generator=torch.Generator().manual_seed(0))
 TIMES = {"dt_ms", "tok_per_s", "memory_gb"}
 
 
@@ -50,6 +53,14 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def changed_dataset(dataset: Path, folder: Path, **changes) -> Path:
+    """A copy of a dataset that says other things of itself."""
+    shutil.copytree(dataset, folder)
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | changes))
+    return folder
+
+
 @pytest.fixture
 def stop_after(monkeypatch):
     """stop_after(7): this process gets a SIGTERM while step 7 is at work."""
@@ -65,76 +76,57 @@ def stop_after(monkeypatch):
     return set_stop
 
 
-def first_batch(cfg: TrainConfig, step: int = 0, rt: Runtime = RT) -> torch.Tensor:
-    """The windows (B, T + 1) of the first micro-batch of a step."""
-    data = Shards(cfg.data_dir, "train", cfg.vocab_size, cfg.block_size)
-    x, y = next(get_batches(data, cfg, step, rt))
-    return torch.cat([x, y[:, -1:]], dim=1)
-
-
 # --- schedule, batches, steps ---------------------------------------------------
 
 
-def test_accumulation_follows_from_the_rest():
+def test_accumulation_follows_from_the_rest(tiny_argv, tmp_path):
     cfg = TrainConfig(tokens_per_iter=2**21, batch_size=16, block_size=2048)
     assert [accumulation(cfg, ranks) for ranks in (1, 8, 64)] == [64, 8, 1]
     with pytest.raises(ValueError, match="16 x 2048 x 3 = 98304, got 2097152: use 2064384, 2162688 "):
         accumulation(cfg, 3)
     with pytest.raises(ValueError, match="got 2097152: use 4194304 or another batch_size$"):
         accumulation(cfg, 128)
+    with pytest.raises(ValueError, match="4 x 32 x 1 = 128, got 200: use 128, 256 or"):
+        main(tiny_argv("run", "--tokens_per_iter=200"))
+    assert not (tmp_path / "run").exists()
 
 
-def test_the_rate_by_hand():
+def test_the_rate_by_hand_and_within_bounds_for_every_legal_pair():
     cfg = TrainConfig(learning_rate=1.0, max_iters=10, warmup_iters=4, decay_iters=3)
     rates = [lr_at(step, cfg) for step in range(10)]
     assert rates == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 1, 1, 2 / 3, 1 / 3])
+    for warmup, decay in itertools.product(range(16), range(16)):
+        cfg = TrainConfig(learning_rate=3e-3, max_iters=10, warmup_iters=warmup, decay_iters=decay)
+        rates = [lr_at(step, cfg) for step in range(10)]
+        assert all(0 < r <= 3e-3 and math.isfinite(r) for r in rates), (warmup, decay, rates)
 
 
-def test_the_rate_is_within_bounds_for_every_legal_pair():
-    for warmup in range(0, 16):
-        for decay in range(0, 16):
-            cfg = TrainConfig(learning_rate=3e-3, max_iters=10, warmup_iters=warmup, decay_iters=decay)
-            rates = [lr_at(step, cfg) for step in range(10)]
-            assert all(0 < r <= 3e-3 and math.isfinite(r) for r in rates), (warmup, decay, rates)
-
-
+@pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("world_size, batch_size", [(1, 8), (1, 2), (2, 2), (2, 4), (4, 1)])
-def test_every_split_of_a_step_reads_the_same_windows(tiny, world_size, batch_size):
-    cfg = tiny(batch_size=batch_size)
+def test_every_arm_and_every_split_of_a_step_reads_the_same_windows(tiny, world_size, batch_size, arm):
+    cfg = tiny(batch_size=batch_size, input_mode=arm)
     data = Shards(cfg.data_dir, "train", cfg.vocab_size, cfg.block_size)
     ranks = [Runtime(RT.precision, rank, world_size) for rank in range(world_size)]
     streams = [get_batches(data, cfg, 3, rt) for rt in ranks]
     got = [next(stream)[1] for _ in range(accumulation(cfg, world_size)) for stream in streams]
-    numbers = window_numbers(3 * 8, 8, data.n_windows, cfg.seed)
+    numbers = window_numbers(3 * 8, 8, data.n_windows, cfg.seed)  # other seeds read others
     assert torch.cat(got).tolist() == data.windows(numbers)[:, 1:].tolist()
 
 
 def test_the_next_batch_is_read_while_this_one_is_at_work(tiny, monkeypatch):
     cfg = tiny(batch_size=2)
-    data, reads = Shards(cfg.data_dir, "train", cfg.vocab_size, cfg.block_size), []
+    data, reads = Shards(cfg.data_dir, "train", cfg.vocab_size, cfg.block_size), queue.Queue()
     real = data.windows
-    monkeypatch.setattr(data, "windows", lambda numbers: (reads.append(1), real(numbers))[1])
+    monkeypatch.setattr(data, "windows", lambda numbers: (reads.put(1), real(numbers))[1])
     stream = get_batches(data, cfg, 5, RT)
     next(stream)
-    for _ in range(100):
-        time.sleep(0.02)
-        if len(reads) == 2:
-            return
-    raise AssertionError(f"{len(reads)} reads after one batch, not 2")
-
-
-def test_the_arms_read_the_same_windows_and_seeds_read_others(tiny):
-    batches = {arm: first_batch(tiny(input_mode=arm)) for arm in ARMS}
-    assert torch.equal(batches["learned"], batches["canonical"])
-    assert torch.equal(batches["learned"], batches["gf2"])
-    assert not torch.equal(batches["learned"], first_batch(tiny(seed=2)))
+    for _ in range(2):  # after one batch
+        reads.get(timeout=2)
 
 
 def test_two_half_batches_equal_one_whole():
-    ids = torch.randint(512, (4, 33), generator=torch.Generator().manual_seed(0))
-    x, y = ids[:, :-1], ids[:, 1:]
     whole, halves, results = make_model(), make_model(), []
-    for model, parts in ((whole, [(x, y)]), (halves, [(x[:2], y[:2]), (x[2:], y[2:])])):
+    for model, parts in ((whole, [(X, Y)]), (halves, [(X[:2], Y[:2]), (X[2:], Y[2:])])):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         results.append(train_step(model, optimizer, NO_SCALER, iter(parts), len(parts), 1.0, RT))
     assert results[0] == pytest.approx(results[1], rel=1e-5)
@@ -143,16 +135,15 @@ def test_two_half_batches_equal_one_whole():
 
 
 def test_a_step_clips_the_gradient_and_zero_means_no_clipping():
-    ids = torch.randint(512, (2, 33), generator=torch.Generator().manual_seed(0))
     for clip in (1e-3, 0):
         model = make_model()
         model.lm_head.weight.data.mul_(20)  # so that the norm is above 1
         before = copy.deepcopy(model)
-        loss = before(ids[:, :-1], ids[:, 1:])
+        loss = before(X, Y)
         loss.backward()
         norm = torch.cat([p.grad.flatten() for p in before.parameters()]).norm()
-        batches = iter([(ids[:, :-1], ids[:, 1:])])
-        got = train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), NO_SCALER, batches, 1, clip, RT)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        got = train_step(model, optimizer, NO_SCALER, iter([(X, Y)]), 1, clip, RT)
         assert got == pytest.approx((loss.item(), norm.item()), rel=1e-5)
         moved = torch.cat([(p - q).flatten() for p, q in zip(model.parameters(), before.parameters())])
         assert moved.norm().item() == pytest.approx(clip or norm.item(), rel=1e-3)
@@ -160,12 +151,10 @@ def test_a_step_clips_the_gradient_and_zero_means_no_clipping():
 
 def test_a_loss_that_is_not_finite_changes_nothing():
     model = make_model()
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] = math.inf
+    model.lm_head.weight.data[0, 0] = math.inf
     before = copy.deepcopy(model.state_dict())
-    ids = torch.randint(512, (2, 33))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    loss, _ = train_step(model, optimizer, NO_SCALER, iter([(ids[:, :-1], ids[:, 1:])]), 1, 1.0, RT)
+    loss, _ = train_step(model, optimizer, NO_SCALER, iter([(X, Y)]), 1, 1.0, RT)
     assert math.isnan(loss)
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
 
@@ -195,9 +184,8 @@ def test_a_run_leaves_what_it_should(tiny_argv, tmp_path, capsys):
     assert before == content(folder)
 
 
-def test_the_printed_validation_loss_is_that_of_the_saved_weights(tiny, tiny_argv, tmp_path):
-    main(tiny_argv())
-    model, cfg = build_model(load_checkpoint(tmp_path / "run")), tiny()
+def test_the_printed_validation_loss_is_that_of_the_saved_weights(finished, tiny):
+    model, cfg = build_model(load_checkpoint(finished)), tiny()
     # A slow loop over the whole split, a row at a time, without padding.
     ids = np.fromfile(Path(cfg.data_dir) / "val_00000.bin", dtype="<u2").astype(np.int64)
     stream, nats = np.concatenate([[511], ids]), 0.0
@@ -205,41 +193,36 @@ def test_the_printed_validation_loss_is_that_of_the_saved_weights(tiny, tiny_arg
         x, y = stream[start : start + 32], ids[start : start + 32]
         logp = model(torch.tensor(x[None, : len(y)])).log_softmax(-1)[0]
         nats -= logp[range(len(y)), y].double().sum().item()
-    last = rows_of(tmp_path / "run")[-1]
+    last = rows_of(finished)[-1]
     assert last["val_loss"] == pytest.approx(nats / len(ids), rel=1e-5)
     meta = json.loads((Path(cfg.data_dir) / "meta.json").read_text())
     n_bytes = sum(e["bytes"] for e in meta["files"] if e["name"].startswith("val"))
     assert last["val_bpb"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
 
 
-def test_interrupted_runs_equal_an_unbroken_one(tiny_argv, tmp_path, stop_after, capsys):
-    assert main(tiny_argv("whole")) == 0
-    for out, stops in (("two", [10]), ("three", [7, 13])):
-        for n in stops:
-            stop_after(n)
-            assert main(tiny_argv(out)) == 128 + signal.SIGTERM
-            assert f"stopped after step {n}, saved" in capsys.readouterr().out
-            assert load_checkpoint(tmp_path / out)["step"] == n
-        stop_after(0)
-        assert main(tiny_argv(out)) == 0
-        assert_same_run(tmp_path / "whole", tmp_path / out)
+OTHER_INTERVALS = (["--eval_interval=4", "--log_interval=3", "--save_interval=2"], ["--eval_interval=7"])
 
 
-def test_log_and_eval_intervals_may_differ_between_the_parts(tiny_argv, tmp_path, stop_after):
-    main(tiny_argv("whole"))
-    stop_after(9)
-    main(tiny_argv("parts", "--eval_interval=4", "--log_interval=3", "--save_interval=2"))
+@pytest.mark.parametrize("stops, args", [([10], ([], [])), ([7, 13], ([], [], [])), ([9], OTHER_INTERVALS)])
+def test_interrupted_runs_equal_an_unbroken_one(finished, tiny_argv, tmp_path, stop_after, capsys, stops, args):
+    parts = tmp_path / "parts"
+    for n, changes in zip(stops, args):
+        stop_after(n)
+        assert main(tiny_argv("parts", *changes)) == 128 + signal.SIGTERM
+        assert f"stopped after step {n}, saved" in capsys.readouterr().out
+        assert load_checkpoint(parts)["step"] == n
     stop_after(0)
-    main(tiny_argv("parts", "--eval_interval=7", "--batch_size=4"))
-    assert_same_run(tmp_path / "whole", tmp_path / "parts", but=("val_loss", "val_bpb"))
-    assert rows_of(tmp_path / "whole")[-1] == rows_of(tmp_path / "parts")[-1]
+    assert main(tiny_argv("parts", *args[-1])) == 0
+    assert_same_run(finished, parts, but=("val_loss", "val_bpb") if args == OTHER_INTERVALS else ())
+    assert rows_of(finished)[-1] == rows_of(parts)[-1]
 
 
 def test_resuming_across_the_end_of_an_epoch(tiny, tiny_argv, tmp_path, stop_after):
     cfg = tiny()
     data = Shards(cfg.data_dir, "train", cfg.vocab_size, cfg.block_size)
-    per_iter = data.n_windows * 2 // 7 * 32  # an epoch ends inside step 4
-    size = [f"--tokens_per_iter={per_iter}", "--batch_size=1", "--max_iters=6", "--eval_interval=0"]
+    n = data.n_windows * 2 // 7 // 16 * 16  # windows of a step
+    assert 3 * n < data.n_windows < 4 * n, "an epoch ends inside step 4"
+    size = [f"--tokens_per_iter={n * 32}", "--batch_size=16", "--max_iters=6", "--eval_interval=0"]
     main(tiny_argv("whole", *size))
     for n in (3, 4, 5):
         stop_after(n)
@@ -249,69 +232,55 @@ def test_resuming_across_the_end_of_an_epoch(tiny, tiny_argv, tmp_path, stop_aft
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_kill_between_save_and_validation_loses_no_row(tiny_argv, tmp_path, monkeypatch):
-    main(tiny_argv("whole"))
+@pytest.mark.parametrize("event", ["kill", "SIGTERM"])
+def test_a_validation_that_is_cut_short_is_made_again(finished, tiny_argv, tmp_path, monkeypatch, event):
+    real = train_module.validate
 
-    def killed(*args, **kwargs):
-        raise MemoryError("as if killed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module, "validate", killed)
-        with pytest.raises(MemoryError):
-            main(tiny_argv("parts"))
-    assert load_checkpoint(tmp_path / "parts")["step"] == 10  # saved before the evaluation
-    main(tiny_argv("parts"))
-    assert_same_run(tmp_path / "whole", tmp_path / "parts")
-
-
-def test_a_stop_during_validation_saves_and_repeats_it(tiny_argv, tmp_path, monkeypatch):
-    main(tiny_argv("whole"))
-    size = ["--save_interval=0"]
-
-    def signalled(*args, **kwargs):
+    def validate(*args, **kwargs):
+        if event == "kill":
+            raise MemoryError("as if killed")
         os.kill(os.getpid(), signal.SIGTERM)
         return real(*args, **kwargs)
 
-    real = train_module.validate
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "validate", signalled)
-        assert main(tiny_argv("parts", *size)) == 128 + signal.SIGTERM
-    assert load_checkpoint(tmp_path / "parts")["step"] == 10
-    assert rows_of(tmp_path / "parts")[-1]["step"] == 9  # row 10 is complete when its loss is known
-    main(tiny_argv("parts", *size))
-    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+        patch.setattr(train_module, "validate", validate)
+        if event == "kill":
+            with pytest.raises(MemoryError):
+                main(tiny_argv("parts"))
+        else:
+            assert main(tiny_argv("parts", "--save_interval=0")) == 128 + signal.SIGTERM
+            assert rows_of(tmp_path / "parts")[-1]["step"] == 9  # row 10 is complete when its loss is known
+    assert load_checkpoint(tmp_path / "parts")["step"] == 10  # saved before the evaluation
+    main(tiny_argv("parts"))
+    assert_same_run(finished, tmp_path / "parts")
 
 
-def test_a_run_can_be_prolonged_and_says_what_that_does_to_the_rate(tiny_argv, tmp_path, capsys):
+def test_a_run_can_be_prolonged_and_says_what_that_does_to_the_rate(finished, tiny_argv, tmp_path, capsys):
     flat = ["--decay_iters=0"]
     main(tiny_argv("whole", *flat))
     main(tiny_argv("parts", *flat, "--max_iters=10"))
     main(tiny_argv("parts", *flat))
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
-    main(tiny_argv("decayed"))
-    capsys.readouterr()
-    main(tiny_argv("decayed", "--max_iters=40"))  # step 20 ended at 1/5 of the peak of 3e-3
+    shutil.copytree(finished, tmp_path / "decayed")
+    main(tiny_argv("decayed", "--max_iters=30"))  # step 20 ended at 1/5 of the peak of 3e-3
     assert "continuing after step 20, learning rate 6.00e-04 -> 3.00e-03" in capsys.readouterr().out
 
 
-def test_a_run_from_before_a_setting_existed_continues_with_its_default(tiny_argv, tmp_path):
-    main(tiny_argv("run", "--max_iters=10", "--decay_iters=0"))
-    saved = load_checkpoint(tmp_path / "run", training=True)
+def test_a_run_from_before_a_setting_existed_continues_with_its_default(finished, tiny_argv, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    saved = load_checkpoint(finished, training=True)
     del saved["recipe"]["code_shift"], saved["config"]["code_shift"]
     write_checkpoint(tmp_path / "run", saved, keep=1)
     with pytest.raises(ValueError, match="code_shift=False there, True here"):
-        main(tiny_argv("run", "--decay_iters=0", "--code_shift"))
-    assert main(tiny_argv("run", "--decay_iters=0")) == 0
+        main(tiny_argv("run", "--code_shift"))
+    assert main(tiny_argv("run", "--max_iters=21")) == 0
     assert build_model(load_checkpoint(tmp_path / "run")).cfg.code_shift is False
 
 
-def test_a_run_can_start_from_another_with_more_tokens(tiny, tiny_argv, tmp_path, dataset):
+def test_a_run_can_start_from_another_with_more_tokens(tiny_argv, tmp_path, dataset):
     main(tiny_argv("first", "--vocab_size=512", "--code_bits=12"))
     old = load_checkpoint(tmp_path / "first")["model"]
-    folder = tmp_path / "grown"  # the same tokens in a vocabulary of 520
-    shutil.copytree(dataset, folder)
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps(meta | {"vocab_size": 520}))
+    folder = changed_dataset(dataset, tmp_path / "grown", vocab_size=520)  # the same tokens in a larger vocabulary
     args = ["--vocab_size=520", f"--data_dir={folder}", "--code_bits=12", "--max_iters=1"]
     main(tiny_argv("second", *args, f"--init_from={tmp_path / 'first'}", "--learning_rate=0"))
     new = load_checkpoint(tmp_path / "second")["model"]
@@ -337,19 +306,15 @@ def test_training_works_in_a_thread_as_in_a_notebook(tiny_argv, tmp_path):
     assert load_checkpoint(tmp_path / "run")["step"] == 2
 
 
-def test_accumulation_changes_no_loss(tiny_argv, tmp_path):
-    for batch_size in (8, 2):  # accumulation 1 and 4
-        main(tiny_argv(str(batch_size), f"--batch_size={batch_size}"))
-    one, four = rows_of(tmp_path / "8"), rows_of(tmp_path / "2")
-    assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in four], abs=1e-5)
-    assert one[-1]["val_loss"] == pytest.approx(four[-1]["val_loss"], abs=1e-5)
-
-
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler for torch.compile")
-def test_compiling_changes_no_loss_and_no_key(tiny_argv, tmp_path):
-    short = ["--max_iters=4", "--eval_interval=2"]
-    for out, flag in (("eager", "False"), ("compiled", "True")):
-        assert main(tiny_argv(out, *short, f"--compile={flag}")) == 0
+def test_compiling_makes_one_graph_once_and_changes_no_loss_and_no_key(tiny_argv, tmp_path):
+    short = ["--n_layer=1", "--max_iters=4", "--eval_interval=2"]
+    assert main(tiny_argv("eager", *short)) == 0
+    torch.compiler.reset()
+    counters.clear()
+    assert main(tiny_argv("compiled", *short, "--compile=True", "--activation_checkpointing")) == 0
+    graphs = counters["stats"]["unique_graphs"]  # compiled again, it would be counted again
+    assert graphs == 1 and not counters["graph_break"], (graphs, counters["graph_break"])
     eager, compiled = rows_of(tmp_path / "eager"), rows_of(tmp_path / "compiled")
     for key in ("loss", "grad_norm"):
         assert [r[key] for r in compiled] == pytest.approx([r[key] for r in eager], rel=1e-4)
@@ -357,36 +322,25 @@ def test_compiling_changes_no_loss_and_no_key(tiny_argv, tmp_path):
     assert not [key for key in load_checkpoint(tmp_path / "compiled")["model"] if "_orig_mod" in key]
 
 
-def test_a_second_run_in_the_folder_of_another_is_refused(tiny, tiny_argv, tmp_path, dataset):
-    main(tiny_argv())
-    before = content(tmp_path / "run")
+def test_a_second_run_in_the_folder_of_another_is_refused(finished, tiny_argv, tmp_path, dataset):
+    before, meta = content(finished), json.loads((dataset / "meta.json").read_text())
+    files = [file | {"sha256": "0" * 64} for file in meta["files"]]  # as many tokens, with other contents
+    changed = changed_dataset(dataset, tmp_path / "changed", files=files)
     for arg, words in [
         ("--learning_rate=1e-2", "learning_rate=0.003 there, 0.01 here"),
         ("--input_mode=gf2", "input_mode=canonical there, gf2 here"),
         ("--code_shift=1", "code_shift=False there, True here"),
         ("--n_layer=3", "n_layer=2 there, 3 here"),
         ("--seed=2", "seed=1 there, 2 here"),
+        (f"--data_dir={changed}", "holds another run .other data than .*changed has now"),
     ]:
         with pytest.raises(ValueError, match=words):
-            main(tiny_argv("run", arg))
-    assert before == content(tmp_path / "run")
+            main(tiny_argv(finished, arg))
+    assert before == content(finished)
 
 
-def test_a_dataset_that_changed_under_a_run_is_refused(tiny_argv, tmp_path, dataset):
-    main(tiny_argv("run", "--max_iters=10"))
-    before, folder = content(tmp_path / "run"), tmp_path / "changed"
-    shutil.copytree(dataset, folder)  # as many tokens, with other contents
-    meta = json.loads((folder / "meta.json").read_text())
-    for file in meta["files"]:
-        file["sha256"] = "0" * 64
-    (folder / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match="holds another run .other data than .*changed has now"):
-        main([TINY, f"--data_dir={folder}", f"--out_dir={tmp_path / 'run'}"])
-    assert before == content(tmp_path / "run")
-
-
-def test_a_damaged_checkpoint_is_named_and_no_code_in_it_runs(tiny_argv, tmp_path):
-    main(tiny_argv())
+def test_a_damaged_checkpoint_is_named_and_no_code_in_it_runs(finished, tiny_argv, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
     path = tmp_path / "run" / "ckpt_000020" / "model.pt"
     whole = path.read_bytes()
 
@@ -411,8 +365,7 @@ def test_a_damaged_checkpoint_is_named_and_no_code_in_it_runs(tiny_argv, tmp_pat
         main(tiny_argv("run", "--max_iters=30"))
 
 
-def test_a_full_disk_is_one_sentence_and_the_same_command_continues(tiny_argv, tmp_path, monkeypatch):
-    main(tiny_argv("whole"))
+def test_a_full_disk_is_one_sentence_and_the_same_command_continues(finished, tiny_argv, tmp_path, monkeypatch):
     out, real_save = tmp_path / "run", torch.save
 
     def full_save(saved, f):
@@ -430,7 +383,7 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_continues(tiny_argv, t
     with open(out / "metrics.jsonl", "a") as f:
         f.write('{"step": 1')  # a row that did not fit
     main(tiny_argv("run"))
-    assert_same_run(tmp_path / "whole", out)
+    assert_same_run(finished, out)
 
 
 def test_the_newest_checkpoints_stay_and_a_kill_leaves_no_half_of_one(tiny_argv, tmp_path):
@@ -454,24 +407,17 @@ def test_the_newest_checkpoints_stay_and_a_kill_leaves_no_half_of_one(tiny_argv,
 
 @pytest.mark.parametrize("rate", ["1e9", "1e38"])
 def test_a_rate_too_high_stops_early_and_the_checkpoint_is_finite(tiny_argv, tmp_path, rate):
-    high = [f"--learning_rate={rate}", "--warmup_iters=0", "--save_interval=1", "--grad_clip=0",
-            "--max_iters=200"]  # fmt: skip
+    high = ["--warmup_iters=0", "--save_interval=1", "--grad_clip=0", "--max_iters=200"]
     with pytest.raises(ValueError, match="after step .* not finite .*lower learning_rate"):
-        main(tiny_argv("run", *high))
+        main(tiny_argv("run", f"--learning_rate={rate}", *high))
     if checkpoints(tmp_path / "run"):
         saved = load_checkpoint(tmp_path / "run", training=True)
-        assert all(t.isfinite().all() for t in saved["model"].values())
-        for state in saved["optimizer"].values():
-            assert all(t.isfinite().all() for t in state.values())
+        for tensors in (saved["model"], *saved["optimizer"].values()):
+            assert all(t.isfinite().all() for t in tensors.values())
 
 
-def test_tokens_per_iter_that_does_not_divide_is_refused(tiny_argv, tmp_path):
-    with pytest.raises(ValueError, match="4 x 32 x 1 = 128, got 200: use 128, 256 or"):
-        main(tiny_argv("run", "--tokens_per_iter=200"))
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_default_corpus_is_prepared_when_it_is_missing(tmp_path, monkeypatch):
+def test_the_default_corpus_is_prepared_when_it_is_missing(pydocs, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.pydocs.read_documents", lambda: pydocs)  # read once for all tests
     monkeypatch.chdir(tmp_path)
     argv = [TINY, "--vocab_size=300", "--max_iters=2", "--n_embd=36", "--eval_tokens=500"]
     assert main(argv) == 0
@@ -482,32 +428,31 @@ def test_the_default_corpus_is_prepared_when_it_is_missing(tmp_path, monkeypatch
 # --- whole runs, as a user starts them ----------------------------------------
 
 
-def test_the_toy_runs_without_a_warning_display_or_second_core(tiny_argv):
+def test_the_toy_runs_without_a_warning_display_or_second_core(tiny_argv, tmp_path):
     env = {"DISPLAY": "", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": "/nowhere"}
+    env["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # a notebook's
     result = run("-W", "error", "train.py", *tiny_argv(), **env)
     assert result.returncode == 0 and result.stderr == "", result.stderr
     assert "step 20/20: loss" in result.stdout and ", validation" in result.stdout
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 10_000
 
 
 def test_a_folder_is_one_runs_at_a_time(tiny_argv, tmp_path):
-    process = start(tiny_argv("run", *LONG))
-    wait_for_row(tmp_path / "run", 2, process)
-    with pytest.raises(ValueError, match="run"):
-        main(tiny_argv("run", *LONG))
-    assert process.poll() is None
-    process.kill()
-    process.communicate()
-    assert (tmp_path / "run" / "lock").exists()  # a killed run's lock does not hold
-    n = load_checkpoint(tmp_path / "run")["step"] + 2
-    assert main(tiny_argv("run", *LONG, f"--max_iters={n}")) == 0
+    with folder_lock(tmp_path / "run"), pytest.raises(ValueError, match="run is in use"):
+        main(tiny_argv())
+    assert main(tiny_argv("run", "--max_iters=1")) == 0
     assert not (tmp_path / "run" / "lock").exists()
 
 
-def test_too_large_a_model_and_a_file_in_the_way_are_clean_errors(tiny_argv, tmp_path):
-    huge = run("train.py", *tiny_argv("run", "--n_inner=1000000000000"))
-    assert_clean_error(huge, "not enough memory: lower batch_size or the model's sizes")
+def test_too_large_a_model_and_a_file_in_the_way_are_explained(tiny_argv, tmp_path):
     (tmp_path / "file").write_text("mine")
-    assert_clean_error(run("train.py", *tiny_argv("file")), "cannot use", "file", "check the path")
+    for args, words in [
+        (["run", "--n_inner=1000000000000"], "not enough memory: lower batch_size or the model's sizes"),
+        (["file"], f"cannot use {tmp_path / 'file'}: File exists; check the path"),
+    ]:
+        with pytest.raises((RuntimeError, OSError)) as caught:
+            main(tiny_argv(*args))
+        assert words in explain(caught.value)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -558,12 +503,12 @@ def processes_with(word: str) -> list[str]:
 LONG = ["--max_iters=2000", "--save_interval=5", "--decay_iters=0", "--eval_interval=0"]
 
 
-@pytest.mark.parametrize("ranks, number", [(1, 15), (2, 15), (1, 1), (1, 10)])
+@pytest.mark.parametrize("ranks, number", [(1, signal.SIGHUP), (2, signal.SIGTERM), (2, signal.SIGUSR1)])
 def test_a_signal_saves_and_leaves_no_process(tiny_argv, tmp_path, ranks, number):
-    process = start(tiny_argv("run", *LONG), ranks)
+    process = start(tiny_argv("run", *LONG), ranks, "--signals-to-handle=SIGTERM,SIGUSR1")
     wait_for_row(tmp_path / "run", 7, process)
     t0 = time.time()
-    process.send_signal(number)  # SIGTERM, SIGHUP, SIGUSR1
+    process.send_signal(number)
     out, err = process.communicate(timeout=25)
     assert time.time() - t0 < 25 and process.returncode != 0
     assert "stopped after step" in out, err[-2000:]
@@ -573,22 +518,21 @@ def test_a_signal_saves_and_leaves_no_process(tiny_argv, tmp_path, ranks, number
 
 
 def test_kill_9_at_any_moment_changes_nothing(tiny_argv, tmp_path):
-    size = ["--max_iters=60", "--save_interval=1", "--eval_interval=5"]
+    size = ["--max_iters=30", "--save_interval=1", "--eval_interval=5"]
     main(tiny_argv("whole", *size))
-    for n in (2, 11, 23, 40):
+    for n in (2, 10, 21):
         process = start(tiny_argv("parts", *size))
         wait_for_row(tmp_path / "parts", n, process)
         process.kill()
         process.communicate()
-    assert start(tiny_argv("parts", *size)).communicate()[1] == ""
-    whole, parts = rows_of(tmp_path / "whole"), rows_of(tmp_path / "parts")
-    assert [r["step"] for r in parts] == list(range(1, 61))
-    assert whole == parts
+        (tmp_path / "parts" / "lock").unlink()  # or the next process waits until it is sure
+    main(tiny_argv("parts", *size))
+    assert [r["step"] for r in rows_of(tmp_path / "parts")] == list(range(1, 31))
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 FLAT = ["--decay_iters=0", "--batch_size=2"]
-TWO_RANKS = [*FLAT, "--max_iters=60", "--save_interval=10"]
+TWO_RANKS = [*FLAT, "--max_iters=60", "--save_interval=10", "--keep_checkpoints=6"]
 
 
 @pytest.fixture(scope="module")
@@ -602,23 +546,33 @@ def two_ranks(dataset, tmp_path_factory) -> Path:
     return folder
 
 
-def test_two_ranks_train_as_one_and_each_continues_the_other(two_ranks, tiny_argv, tmp_path):
-    assert main(tiny_argv("one", *FLAT)) == 0
-    for name, parts in (("2to1", (2, 1)), ("1to2", (1, 2))):
-        for ranks, n in zip(parts, (10, 20)):
-            process = start(tiny_argv(name, *FLAT, f"--max_iters={n}"), ranks)
-            assert process.wait(timeout=120) == 0, process.stderr.read()[-3000:]
-    one = rows_of(tmp_path / "one")
-    for folder in (two_ranks, tmp_path / "2to1", tmp_path / "1to2"):
-        rows = rows_of(folder)[:20]
-        assert [r["step"] for r in rows] == list(range(1, 21))
-        for key in ("loss", "grad_norm"):
-            got, expected = ([r[key] for r in some] for some in (rows, one))
-            assert got == pytest.approx(expected, abs=1e-5, rel=1e-4)
-        for key in ("val_loss", "val_bpb"):
-            assert rows[-1][key] == pytest.approx(one[-1][key], abs=1e-5)
-        keys = load_checkpoint(folder)["model"]
-        assert not [key for key in keys if "module." in key or "_orig_mod" in key]
+@pytest.fixture(scope="module")
+def one_rank(dataset, tmp_path_factory) -> Path:
+    """20 steps of four micro-batches each."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    assert main([TINY, f"--data_dir={dataset}", f"--out_dir={folder}", *FLAT]) == 0
+    return folder
+
+
+def assert_same_losses(one: Path, other: Path) -> None:
+    """20 steps with sums in another order; more may follow in the other run."""
+    rows, expected = rows_of(other)[:20], rows_of(one)
+    assert [r["step"] for r in rows] == [r["step"] for r in expected] == list(range(1, 21))
+    for key in ("loss", "grad_norm"):
+        assert [r[key] for r in rows] == pytest.approx([r[key] for r in expected], abs=1e-5, rel=1e-4)
+    for key in ("val_loss", "val_bpb"):
+        assert rows[-1][key] == pytest.approx(expected[-1][key], abs=1e-5)
+    assert not [key for key in load_checkpoint(other)["model"] if "module." in key or "_orig_mod" in key]
+
+
+def test_two_ranks_and_no_accumulation_train_as_one_that_accumulates(one_rank, two_ranks, tiny_argv, tmp_path):
+    assert main(tiny_argv("whole", "--decay_iters=0", "--batch_size=8")) == 0
+    shutil.copytree(two_ranks, tmp_path / "continued")
+    for path in checkpoints(tmp_path / "continued")[1:]:
+        shutil.rmtree(path)
+    assert main(tiny_argv("continued", *FLAT)) == 0  # one rank, after step 10 of two
+    for folder in (tmp_path / "whole", two_ranks, tmp_path / "continued"):
+        assert_same_losses(one_rank, folder)
 
 
 def test_a_run_that_loses_a_rank_goes_on_to_the_same_weights(two_ranks, tiny_argv, tmp_path):
@@ -633,7 +587,8 @@ def test_a_run_that_loses_a_rank_goes_on_to_the_same_weights(two_ranks, tiny_arg
     assert processes_with(str(tmp_path)) == []
 
 
-def test_ranks_hold_equal_weights_and_synchronise_once_per_step(dataset, tmp_path):
+def test_two_ranks_continue_one_hold_equal_weights_and_synchronise_once_per_step(one_rank, tiny_argv, tmp_path):
+    assert main(tiny_argv("run", *FLAT, "--max_iters=10")) == 0
     script = tmp_path / "check.py"
     script.write_text(f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
@@ -648,40 +603,22 @@ class DDP(train.DDP):
         self.register_comm_hook(None, lambda state, bucket: (calls.append(1), allreduce_hook(state, bucket))[1])
 train.DDP = DDP
 train.close_processes = lambda rt: None
-argv = [{TINY!r}, "--data_dir={dataset}", "--out_dir={tmp_path}/run", "--batch_size=1", "--max_iters=3"]
-assert train.main(argv) == 0
+assert train.main({tiny_argv("run", *FLAT, "--batch_size=1")!r}) == 0
 flat = torch.cat([p.detach().flatten() for p in models[0].parameters()])
 other = flat.clone()
 dist.broadcast(other, 0)
 assert torch.equal(flat, other), "ranks differ"
-assert len(calls) == 3, f"{{len(calls)}} all-reduces in 3 steps of 4 micro-batches, one bucket"
+assert len(calls) == 10, f"{{len(calls)}} all-reduces in 10 steps of 4 micro-batches, one bucket"
 dist.destroy_process_group()
 print("ranks agree")
 """)
     result = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script))
     assert result.stdout.count("ranks agree") == 2, result.stderr[-3000:]
+    assert_same_losses(one_rank, tmp_path / "run")
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler for torch.compile")
-def test_the_training_forward_is_one_graph_compiled_once(tiny_argv, tmp_path):
-    short = ["--n_layer=1", "--max_iters=4", "--eval_interval=2", "--compile=True"]
-    code = f"""
-import sys; sys.path[:0] = [{str(ROOT)!r}]
-from torch._dynamo.utils import counters
-import train
-train.main(sys.argv[1:])
-print("GRAPHS", counters["stats"]["unique_graphs"], len(counters["graph_break"]))
-"""
-    args = tiny_argv("run", *short, "--activation_checkpointing")
-    result = run("-c", code, *args, TORCH_LOGS="recompiles,graph_breaks")
-    assert result.returncode == 0 and "GRAPHS 1 0" in result.stdout, result.stderr[-2000:]
-    assert "a sample:" in result.stdout
-    assert not re.search("[Rr]ecompil|[Gg]raph break", result.stderr), result.stderr
-
-
-def test_a_rows_figures_belong_together(tiny_argv, tmp_path, monkeypatch):
-    main(tiny_argv("unknown", "--max_iters=2"))
-    assert {row["mfu"] for row in rows_of(tmp_path / "unknown")} == {None}
+def test_a_rows_figures_belong_together(finished, tiny_argv, tmp_path, monkeypatch):
+    assert {row["mfu"] for row in rows_of(finished)} == {None}  # the peak is not known
     monkeypatch.setattr(train_module, "peak_flops", lambda *args: 1e12)
     main(tiny_argv("known", "--max_iters=2"))
     for row in read_metrics(tmp_path / "known"):
