@@ -20,6 +20,7 @@ import torch
 from conftest import ROOT, run, texts
 
 from codes import token_bits
+from data import bigram
 from data import prepare as prepare_module
 from data.prepare import PrepareConfig, content_hash, prepare, tokenize
 from data.shards import Shards, window_numbers
@@ -60,6 +61,15 @@ def test_windows_of_three_uneven_files_by_hand(three):
     assert data.n_windows == 6 and data.n_tokens == 23
     assert data.windows(np.arange(6)).tolist() == by_hand
     assert data.windows(np.array([5, 0, 3])).tolist() == [by_hand[5], by_hand[0], by_hand[3]]
+
+
+def test_the_bigram_model_counts_the_first_tokens(three, monkeypatch):
+    data = Shards(three, "train", 512, block_size=3)
+    everything = [*range(100, 110), *range(200, 204), *range(300, 309)]
+    assert bigram.counted_tokens(data).tolist() == everything
+    for n in (7, 10, 12):
+        monkeypatch.setattr(bigram, "COUNTED_TOKENS", n)
+        assert bigram.counted_tokens(data).tolist() == everything[:n]
 
 
 def test_validation_has_every_token_once_by_hand(three):

@@ -149,9 +149,13 @@ def test_a_step_clips_the_gradient_and_zero_means_no_clipping():
         assert moved.norm().item() == pytest.approx(clip or norm.item(), rel=1e-3)
 
 
-def test_a_loss_that_is_not_finite_changes_nothing():
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_what_is_not_finite_changes_nothing(what):
     model = make_model()
-    model.lm_head.weight.data[0, 0] = math.inf
+    if what == "loss":
+        model.lm_head.weight.data[0, 0] = math.inf
+    else:
+        model.norm_f.weight.register_hook(lambda grad: grad * math.inf)
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     loss, _ = train_step(model, optimizer, NO_SCALER, iter([(X, Y)]), 1, 1.0, RT)
@@ -608,6 +612,7 @@ flat = torch.cat([p.detach().flatten() for p in models[0].parameters()])
 other = flat.clone()
 dist.broadcast(other, 0)
 assert torch.equal(flat, other), "ranks differ"
+assert not any(p.grad.any() for p in models[0].parameters()), "set to 0, not freed: they are the buckets"
 assert len(calls) == 10, f"{{len(calls)}} all-reduces in 10 steps of 4 micro-batches, one bucket"
 dist.destroy_process_group()
 print("ranks agree")
