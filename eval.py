@@ -166,14 +166,8 @@ def score_batch(model: GPT, batch: list[Request], rt: Runtime) -> list[tuple[flo
 
 def score(model: GPT, requests: list[Request], name: str, rt: Runtime) -> list[tuple]:
     """The score of each request. Those of similar length go together, and the ranks share them."""
-    n_tokens = [len(context) + len(continuation) for context, continuation in requests]
-    batches, longest = [], 0
-    for i in sorted(range(len(requests)), key=lambda i: -n_tokens[i]):
-        full = batches and (len(batches[-1]) + 1) * longest > 8192
-        if not batches or full or n_tokens[i] < 0.9 * longest:
-            batches.append([])
-            longest = n_tokens[i]
-        batches[-1].append(i)
+    order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
+    batches = [order[i : i + 32] for i in range(0, len(order), 32)]
     found = []
     for batch in rt.bar(batches[rt.rank :: rt.world_size], desc=name):
         scores = score_batch(model, [requests[i] for i in batch], rt)
