@@ -51,9 +51,9 @@ class GPTConfig(Settings):  # which checks the types; at_least() raises ValueErr
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "block_size n_layer n_head n_embd code_recodings rope_theta")
-        self.at_least(2, "vocab_size")
-        self.at_least(0, "n_inner code_bits code_seed seed norm_eps code_scale table_scale")
+        self.at_least(1, "vocab_size block_size n_layer n_head n_embd code_recodings rope_theta")
+        self.at_least(1e-6, "code_scale")  # 0 would make all tokens alike
+        self.at_least(0, "n_inner code_bits code_seed seed norm_eps table_scale")
         self.n_inner = self.n_inner or 4 * self.n_embd
         if self.n_embd % (2 * self.n_head) != 0:
             raise ValueError(

@@ -53,6 +53,7 @@ def test_a_switch_is_spelled_in_any_way_and_may_stand_alone():
         ("--warmup_iters=-1", "warmup_iters must be at least 0, got -1"),
         ("--dtype=bf16", "dtype must be one of auto, float32, bfloat16, float16, got 'bf16'"),
         ("--input_mode=binary", "input_mode must be one of learned, canonical, gf2, random, spelling, got 'binary'"),
+        ("--code_scale=0", "code_scale must be at least 1e-06, got 0.0"),
         ("--code_shift=maybe", "code_shift must be True or False, got 'maybe'"),
         ("--learning_rate=nan", "learning_rate must be a number, got 'nan'"),
         ("--seed=9223372036854775808", "seed must be a whole number < 2^63"),
