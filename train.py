@@ -273,7 +273,7 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
 
     # model
     with rt.device:  # parameters; .to() moves the buffers too
-        spelled = tokenizers.spelled(spec)
+        spelled = [] if saved else tokenizers.spelled(spec)  # a checkpoint holds its input
         raw_model = GPT(cfg, cfg.activation_checkpointing, spelled).to(rt.device)
     if saved:
         load_weights(raw_model, saved["model"])

@@ -137,10 +137,10 @@ def export(weights: dict[str, Tensor], config: dict, spec: dict, card: str, fold
 def model_card(name: str, saved: dict) -> str:
     """What a run is, how its input was made and on what it was trained."""
     config = saved["config"]
-    code = "a fixed code of the token id, never trained and written out as `embed_tokens`"
+    made = "a learned table" if config["input_mode"] == "learned" else "fixed, never trained"
     return f"""# {name}, {saved["step"] * config["tokens_per_iter"]:,} training tokens
 
-The input is {"a learned table" if name == "learned" else code}.
+The input, written out as `embed_tokens`, is {made}.
 Data: {config["data_dir"]}, tokenizer {saved["data"]["tokenizer"]}. All settings:
 
     {json.dumps(config)}

@@ -13,7 +13,7 @@ from conftest import ARMS, TINY, make_model, texts
 from test_tokenizers import ODD, random_unicode
 
 import eval as eval_module
-from data.hugging_face import export, llama_weights
+from data.hugging_face import export, llama_weights, model_card
 from data.runs import load_checkpoint, write_checkpoint
 from data.tokenizers import gpt2_spec, load_encoding, read_spec
 from model import build_model
@@ -97,6 +97,10 @@ def test_the_card_names_input_and_data_and_mistakes_are_named(dataset, exports, 
     card = (exports / "gf2_hf" / "README.md").read_text()
     for words in ("gf2 symbols=pm1 shift=True, 5,120 training tokens", "bpe-512", str(dataset)):
         assert words in card, words
+    assert "is fixed, never trained" in card
+    saved = load_checkpoint(exports / "learned")
+    saved["config"]["table_scale"] = 0.1
+    assert "is a learned table" in model_card("learned scale=0.1", saved)
     learned, gf2, free = str(exports / "learned"), str(exports / "gf2"), f"--export={tmp_path / 'x'}"
     with pytest.raises(ValueError, match="is not empty"):
         eval_module.main([learned, f"--export={exports / 'learned_hf'}"])

@@ -32,7 +32,9 @@ def test_a_table_starts_at_its_own_scale():
 
 
 def test_a_run_that_reads_spelling_is_saved_evaluated_and_becomes_a_trained_table(tiny_argv, tmp_path, dataset, capsys):
-    assert train(tiny_argv("run", "--input_mode=spelling", "--code_scale=0.1", "--code_own")) == 0
+    args = ("--input_mode=spelling", "--code_scale=0.1", "--code_own")
+    for max_iters in (10, 20):  # the second continues the first
+        assert train(tiny_argv("run", *args, f"--max_iters={max_iters}")) == 0
     saved = load_checkpoint(tmp_path / "run")
     tokens = spelled(read_spec(dataset))
     assert len(tokens) == 512 and tokens[65:67] == [b"A", b"B"] and tokens[-1] == b"<|endoftext|>"
