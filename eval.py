@@ -3,9 +3,10 @@ Measure trained runs, sample from them, and compare them.
 
     python eval.py out/canonical_toy                                   loss on the validation split
     python eval.py out/canonical_toy --prompt="The function"           a sample
-    python eval.py out/learned_toy out/canonical_toy out/gf2_toy       a table, compare.png
+    python eval.py out/learned_toy out/canonical_toy out/gf2_toy       a table and two figures
     python eval.py out/canonical_1p7b --tasks=paper                    benchmarks
     python eval.py out/canonical_1p7b --export=DIR                     a Hugging Face folder
+    python eval.py --published                                         the README's tables
 
     loss            mean of -log p(token | tokens before), over every validation token once, in nats
     perplexity      e^loss
@@ -22,7 +23,6 @@ import json
 import math
 import os
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,18 +53,22 @@ class EvalConfig(Settings):
     benchmark_dir: str = ""  # folder with TASK.jsonl files; empty = the Hugging Face hub
     limit: int = 0  # first items of each benchmark; 0 = all
     save_items: bool = False  # write the log-probabilities of every item
+    against: str = ""  # compare with this input or model; empty = that of the first run
+    results: str = ""  # file of the losses, a line per run, that is read in place of runs
     data_dir: str = ""  # where the run's dataset lies now; empty = where training found it
     export: str = ""  # folder to write the run to as a Hugging Face Llama
     batch_size: int = 16  # windows at a time
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # tasks: auto = float32
-    out_dir: str = "out"  # where compare.png goes
+    out_dir: str = "out"  # where the figures go
 
     def __post_init__(self):
         super().__post_init__()
         self.at_least(0, "max_new_tokens temperature top_k seed limit")
         self.at_least(1, "batch_size")
 
+
+CURVE = ("step", "tokens", "val_loss")  # what a result keeps of a run's metrics
 
 # --- loss ----------------------------------------------------------------------
 
@@ -116,15 +120,22 @@ def measures(losses: np.ndarray, n_bytes: int) -> dict[str, float]:
     return {"loss": loss, "perplexity": perplexity, "bits_per_byte": nats / math.log(2) / n_bytes}
 
 
-def by_frequency(seen: np.ndarray, losses: np.ndarray) -> list[dict]:
-    """Mean loss of the tokens that follow an input seen 0, 1-9, 10-99, ... times in training."""
+def by_frequency(seen: np.ndarray, losses: np.ndarray, least: int = 200) -> list[dict]:
+    """
+    Mean loss of the tokens that follow an input seen 0, 1-9, 10-99, ... times in training. A range
+    with fewer than `least` tokens is joined to the next one, the last to the one before.
+    """
     rows, low, high = [], 0, 1
     while low <= seen.max():
         here = losses[(seen >= low) & (seen < high)]
-        if len(here):
+        if len(here) < least and high > seen.max() and rows:
+            low = rows.pop()["from"]
+            continue
+        if len(here) >= least or high > seen.max():
             mean = float(here.mean(dtype=np.float64))
             rows.append({"from": low, "to": high - 1, "n": len(here), "loss": mean})
-        low, high = high, 10 * high
+            low = high
+        high *= 10
     return rows
 
 
@@ -217,6 +228,7 @@ def measure(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> dict:
     x, y, losses = (np.concatenate(part) for part in zip(*parts))
     train_ids = counted_tokens(train_data)
     n_bytes = int(token_bytes(read_spec(data_dir))[y].sum())
+    metrics = runs.read_metrics(run)
     return {
         "n_params": model.n_params(),
         "n_input_params": sum(p.numel() for p in model.wte.parameters()),
@@ -225,6 +237,7 @@ def measure(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> dict:
         **measures(losses, n_bytes),
         "bigram": measures(bigram_losses(train_ids, x, y, V), n_bytes),
         "by_frequency": by_frequency(np.bincount(train_ids, minlength=V)[x], losses),
+        "curve": [{k: row[k] for k in CURVE} for row in metrics if "val_loss" in row],
     }
 
 
@@ -270,33 +283,25 @@ def print_rows(lines: list[list[str]]) -> None:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |")
 
 
-def grouped(results: list[dict]) -> list[list[dict]]:
-    """Runs that differ in their seed alone together, in the order of the first of each."""
-    groups = defaultdict(dict)
-    for result in results:
-        groups[result["group"]][result["seed"]] = result  # a copy of a run counts once
-    return [list(group.values()) for group in groups.values()]
-
-
 def mean_sd(values: list[float], digits: int) -> str:
     text = f"{statistics.mean(values):.{digits}f}"
     return f"{text} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else text
 
 
-def print_losses(results: list[dict]) -> None:
-    """A line per group, mean and standard deviation over its seeds, the best loss first."""
+def print_losses(groups: list[runs.Group]) -> None:
+    """A line per group: mean ± standard deviation over its seeds, and its gap to the reference."""
     head = "model,seeds,parameters,in the input,training tokens,validation loss,perplexity"
-    lines = [[*head.split(","), "bits per byte"]]
-    groups = sorted(grouped(results), key=lambda group: statistics.mean(r["loss"] for r in group))
+    lines = [[*head.split(","), "bits per byte", "gap to the reference"]]
     for group in groups:
-        first = group[0]
-        line = [first["input"], str(len(group))]
-        line += [f"{first[key]:,}" for key in ("n_params", "n_input_params", "train_tokens")]
+        results = list(group.runs.values())
+        line = [group.name, str(len(results))]
+        line += [f"{results[0][key]:,}" for key in ("n_params", "n_input_params", "train_tokens")]
         for key, digits in (("loss", 3), ("perplexity", 1), ("bits_per_byte", 3)):
-            line.append(mean_sd([r[key] for r in group], digits))
-        lines.append(line)
-    for loss, perplexity, bits in {tuple(r["bigram"].values()): 0 for r in results}:
-        cells = [f"{loss:.3f}", f"{perplexity:.1f}", f"{bits:.3f}"]
+            line.append(mean_sd([r[key] for r in results], digits))
+        lines.append([*line, group.describe_gap()])
+    bigrams = {tuple(r["bigram"].values()): 0 for g in groups for r in g.runs.values()}
+    for loss, perplexity, bits in bigrams:
+        cells = [f"{loss:.3f}", f"{perplexity:.1f}", f"{bits:.3f}", ""]
         lines.append(["bigram model", "", "", "", "", *cells])
     print_rows(lines)
 
@@ -309,8 +314,8 @@ def print_tasks(results: list[dict], tasks: list[Task]) -> None:
         one = results[0]["tasks"][task]
         head.append(f"{task} {metric}" + (f" (first {one['n']} items)" if one["limited"] else ""))
     lines = [head]
-    for group in grouped(results):
-        line = [group[0]["input"], str(len(group))]
+    for name, group in [(g.name, list(g.runs.values())) for g in runs.compare(results, "")]:
+        line = [name, str(len(group))]
         for task, metric in columns:
             unit = 1 if metric == "perplexity" else 100  # accuracies in percent
             error = group[0]["tasks"][task][metric + "_stderr"]
@@ -345,11 +350,12 @@ def draw(path: Path, n_panels: int, plot: Callable, data: object) -> None:
 
 
 def plot_training(axis: object, curves: dict[str, list[list[dict]]]) -> None:
-    """{label: [rows of metrics.jsonl, ...]}: loss over tokens, training faint."""
+    """{label: [rows of metrics, ...]}: loss over tokens, that of training (if there) faint."""
     for i, (label, histories) in enumerate(curves.items()):
         for rows in histories:
-            n = max(1, len(rows) // 100)  # steps per point of the training loss
-            points = [rows[k : k + n] for k in range(0, len(rows) - n + 1, n)]
+            steps = [row for row in rows if "loss" in row]
+            n = max(1, len(steps) // 100)  # steps per point of the training loss
+            points = [steps[k : k + n] for k in range(0, len(steps) - n + 1, n)]
             losses = [statistics.mean(row["loss"] for row in point) for point in points]
             tokens = [point[-1]["tokens"] / 1e6 for point in points]
             axis.plot(tokens, losses, color=f"C{i}", alpha=0.35, linewidth=1)
@@ -360,31 +366,40 @@ def plot_training(axis: object, curves: dict[str, list[list[dict]]]) -> None:
             axis.plot(tokens, losses, "o-", color=f"C{i}", markersize=3, label=name)
     axis.set(xlabel="training tokens (millions)", ylabel="loss (nats per token)")
     axis.grid(alpha=0.3)
-    axis.legend(title="line: training, points: validation")
+    axis.legend(title="points: validation")
 
 
-def plot_frequencies(axis: object, inputs: dict[str, list[dict]]) -> None:
-    """Loss of the next token by how often the input token was seen in training."""
-    for i, (name, results) in enumerate(inputs.items()):
-        for result in results:
-            seen = [max(row["from"], 0.5) for row in result["by_frequency"]]
-            losses = [row["loss"] for row in result["by_frequency"]]
-            label = name if result is results[0] else None
-            axis.plot(seen, losses, "o-", color=f"C{i}", alpha=0.7, label=label)
+def plot_frequencies(axis: object, groups: list[runs.Group]) -> None:
+    """Each group minus its reference, by how often the input token was seen in training."""
+    for i, group in enumerate(groups):
+        bins = next(iter(group.runs.values()))["by_frequency"]
+        gaps = [group.gap(k) for k in range(len(bins))]
+        seen = [max(row["from"], 0.5) for row in bins]
+        error = [half if n > 1 else 0 for _, half, n in gaps]
+        axis.errorbar(seen, [gap[0] for gap in gaps], error, fmt="o-", color=f"C{i}", capsize=3)
     axis.set(xscale="log", xlabel="occurrences of the input token in the training text, at least")
-    axis.set_ylabel("validation loss of the next token (nats)")
+    axis.set_ylabel("validation loss of the next token - reference (nats)")
     axis.grid(alpha=0.3)
-    axis.legend()
 
 
-def plot_comparison(left: object, right: object, results: list[dict]) -> None:
-    """Training curves, and the loss by frequency."""
-    inputs, curves = defaultdict(list), defaultdict(list)
-    for result in results:
-        inputs[result["input"]].append(result)
-        curves[result["input"]].append(runs.read_metrics(result["run"]))
-    plot_training(left, curves)
-    plot_frequencies(right, inputs)
+def plot_comparison(left: object, right: object, groups: list[runs.Group]) -> None:
+    """Training curves, and the gap by frequency."""
+    plot_training(left, {g.name: [r["curve"] for r in g.runs.values()] for g in groups})
+    plot_frequencies(right, groups)
+
+
+def plot_gaps(axis: object, groups: list[runs.Group]) -> None:
+    """The gap of each group to its reference, the line at 0, with 95 % intervals."""
+    groups = [group for group in groups if group is not group.reference][::-1]  # best on top
+    for y, group in enumerate(groups):
+        gap, half, n = group.gap()
+        axis.errorbar(gap, y, xerr=half if n > 1 else 0, fmt="o" if n > 1 else "x", color="C0")
+    axis.axvline(0, color="black", linewidth=1)
+    axis.set_yticks(range(len(groups)), [f"{g.name} (n = {g.gap()[2]})" for g in groups])
+    names = {group.reference.input: 0 for group in groups}
+    axis.set_xlabel(f"validation loss - {' or '.join(names)} (nats, 95 % interval)")
+    axis.grid(alpha=0.3, axis="x")
+    axis.figure.set_figheight(1.5 + 0.25 * len(groups))
 
 
 # --- what to do ----------------------------------------------------------------
@@ -409,9 +424,25 @@ def export_run(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> None:
     print(f"exported: {cfg.export}, for transformers' AutoModelForCausalLM and AutoTokenizer")
 
 
+def show(results: list[dict], against: str, name: str, out_dir: str) -> None:
+    """The table and the figures of some runs."""
+    groups = sorted(runs.compare(results, against), key=lambda group: group.mean())
+    print_losses(groups)
+    if len(groups) > 1:
+        draw(Path(out_dir, f"{name}compare.png"), 2, plot_comparison, groups)
+        draw(Path(out_dir, f"{name}gap.png"), 1, plot_gaps, groups)
+
+
 def main(argv: list[str]) -> None:
-    words, given = split_args(argv, EvalConfig, __doc__)
+    words, given = split_args([a for a in argv if a != "--published"], EvalConfig, __doc__)
     cfg = load_config(EvalConfig, given)
+    if "--published" in argv:
+        words = sorted(map(str, Path("data/results").glob("*.jsonl")))
+    if stored := [Path(word) for word in words if word.endswith(".jsonl")]:
+        for path in stored:
+            print(f"\n{path.stem}\n")
+            show(runs.read_results(path), cfg.against, f"{path.stem}_", cfg.out_dir)
+        return
     names = list({Path(run).resolve(): run for run in words}.values())  # each once
     if not names:
         raise ValueError("name at least one run: python eval.py out/canonical_toy")
@@ -436,11 +467,12 @@ def main(argv: list[str]) -> None:
             result = measure(run, saved[run], cfg, rt)
         results.append(runs.describe(run, saved[run]) | result)
     if rt.rank == 0:
-        print_tasks(results, tasks) if tasks else print_losses(results)
-        if len(results) > 1 and not tasks:
-            draw(Path(cfg.out_dir, "compare.png"), 2, plot_comparison, results)
+        print_tasks(results, tasks) if tasks else show(results, cfg.against, "", cfg.out_dir)
         for result in results:
             runs.write_results(result["run"], result)
+        if cfg.results:
+            text = "".join(json.dumps(result) + "\n" for result in results)
+            runs.write_or_warn(Path(cfg.results), text)
     close_processes(rt)
 
 

@@ -12,10 +12,10 @@ import pytest
 from conftest import RT, TINY, run
 
 from data.bigram import bigram_losses
-from data.runs import load_checkpoint, read_metrics, write_checkpoint
+from data.runs import T95, compare, load_checkpoint, read_metrics, write_checkpoint
 from data.shards import Shards
 from data.tokenizers import load_encoding, read_spec, token_bytes
-from eval import EvalConfig, by_frequency, main, measure, measures, print_losses, sample
+from eval import EvalConfig, by_frequency, main, measure, measures, sample
 from model import build_model
 from train import main as train
 
@@ -104,9 +104,12 @@ def test_the_bigram_model_equals_a_slow_loop():
 def test_losses_by_frequency_by_hand():
     seen, losses = np.array([0, 3, 9, 10, 250, 7]), np.array([5.0, 4.0, 3.0, 2.0, 1.0, 2.0])
     expected = [(0, 0, 1, 5.0), (1, 9, 3, 3.0), (10, 99, 1, 2.0), (100, 999, 1, 1.0)]
-    assert [tuple(row.values()) for row in by_frequency(seen, losses)] == expected
-    rows = by_frequency(np.array([0, 1000, 999]), np.ones(3))
-    assert [(r["from"], r["n"]) for r in rows] == [(0, 1), (100, 1), (1000, 1)]
+    assert [tuple(row.values()) for row in by_frequency(seen, losses, least=1)] == expected
+    rows = by_frequency(np.array([0, 1000, 999]), np.ones(3), least=1)
+    assert [(r["from"], r["to"], r["n"]) for r in rows] == [(0, 0, 1), (1, 999, 1), (1000, 9999, 1)]
+    joined = [(0, 9, 4, 3.5), (10, 999, 2, 1.5)]  # 0 alone joins 1-9; 100-999 alone joins 10-99
+    assert [tuple(row.values()) for row in by_frequency(seen, losses, least=2)] == joined
+    assert [tuple(row.values()) for row in by_frequency(seen, losses)] == [(0, 999, 6, 17 / 6)]
 
 
 def test_several_runs_give_one_table_and_one_figure(runs, tmp_path, capsys):
@@ -120,19 +123,69 @@ def test_several_runs_give_one_table_and_one_figure(runs, tmp_path, capsys):
     mean, sd = sum(losses) / 2, abs(losses[0] - losses[1]) / math.sqrt(2)
     row = next(line for line in lines if line.startswith("| canonical"))
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    assert cells == ["canonical", "2", "60,084", "0", "5,120", f"{mean:.3f} ± {sd:.3f}", cells[6], cells[7]]
+    assert cells[:6] == ["canonical", "2", "60,084", "0", "5,120", f"{mean:.3f} ± {sd:.3f}"]
+    paired = [b["loss"] - a["loss"] for a, b in zip(stored, stored[2:])]
+    half = 12.706 * abs(paired[0] - paired[1]) / 2  # t of 2 values; their deviation / sqrt(2)
+    told = "" if half < abs(sum(paired) / 2) else "not told apart: "
+    assert cells[8] == f"{told}{sum(paired) / 2:+.3f} ± {half:.3f}"
     assert "| bigram model" in lines[-1] and stored[0]["bigram"] == stored[3]["bigram"]
     assert (tmp_path / "compare.png").stat().st_size > 20_000
 
 
-def test_runs_of_other_settings_do_not_share_a_line(capsys):
-    one = {"loss": 1.0, "perplexity": 1.0, "bits_per_byte": 1.0}
-    same = {"input": "gf2", "n_params": 1, "n_input_params": 0, "train_tokens": 1, "bigram": one} | one
-    results = [("a", 2.0, 1), ("b", 1.0, 1), ("a", 3.0, 2), ("a", 3.0, 2)]
-    print_losses([same | {"group": g, "loss": loss, "seed": s} for g, loss, s in results])
-    rows = capsys.readouterr().out.splitlines()[2:]
-    assert [row.split("|")[2].strip() for row in rows] == ["1", "2", ""]
-    assert "2.500 ± 0.707" in rows[1]
+def test_the_gap_is_paired_by_seed_with_a_95_percent_interval(capsys):
+    def runs_of(mode, losses, **settings):
+        one = {
+            "input": mode,
+            "dataset": "d",
+            "data": {},
+            "step": 1,
+            "n_params": 1,
+            "n_input_params": 0,
+            "train_tokens": 1,
+        }
+        one |= {"perplexity": 1.0, "bits_per_byte": 1.0, "bigram": {"loss": 1.0, "perplexity": 1.0, "bits": 1.0}}
+        return [one | {"seed": s, "loss": loss, "settings": {"seed": s, **settings}} for s, loss in losses.items()]
+
+    results = runs_of("learned", {1: 2.0, 2: 3.0, 3: 4.0, 4: 9.0}, n_layer=6)
+    results += runs_of("gf2", {3: 4.3, 2: 3.2, 1: 2.1, 7: 0.0}, n_layer=6)  # gaps of 0.1, 0.2 and 0.3
+    results += runs_of("random", {1: 1.9, 2: 3.3, 3: 4.1}, n_layer=6)  # -0.1, 0.3, 0.1
+    results += runs_of("gf2", {1: 2.5}, n_layer=7) * 2  # a copy counts once
+    groups = {group.name: group for group in compare(results, "learned")}
+    assert list(groups) == ["learned n_layer=6", "gf2 n_layer=6", "random n_layer=6", "gf2 n_layer=7"]
+    mean, half, n = groups["gf2 n_layer=6"].gap()
+    assert (mean, half, n) == (pytest.approx(0.2), pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=1e-3), 3)
+    assert [group.describe_gap() for group in groups.values()] == [
+        "reference", "not told apart: +0.200 ± 0.248", "not told apart: +0.100 ± 0.497", "+0.500 (1 pair)"
+    ]  # fmt: skip
+    assert groups["gf2 n_layer=7"].reference is groups["learned n_layer=6"]  # there is none with 7
+    results += runs_of("learned", {1: 2.4}, n_layer=7)
+    assert compare(results, "learned")[3].describe_gap() == "+0.100 (1 pair)"  # now there is
+    assert compare(results[4:], "")[1].reference.input == "gf2"  # the first
+    with pytest.raises(ValueError, match="against must be one of gf2 n_layer=6, random.* got 'canonical'"):
+        compare(results[4:], "canonical")
+
+
+@pytest.mark.parametrize("n", range(2, 11))
+def test_students_t_by_integrating_its_density(n):
+    t, v = np.linspace(-T95[n - 2], T95[n - 2], 200_001), n - 1
+    density = math.gamma(n / 2) / math.sqrt(v * math.pi) / math.gamma(v / 2) * (1 + t * t / v) ** (-n / 2)
+    assert np.trapezoid(density, t) == pytest.approx(0.95, abs=1e-4)
+
+
+def test_stored_results_print_the_same_table_without_the_runs(runs, tmp_path, capsys):
+    names = [f"{runs}/{arm}_{seed}" for arm in ("learned", "canonical") for seed in (1, 2)]
+    main([*names, f"--out_dir={tmp_path}", f"--results={tmp_path}/arms.jsonl"])
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    main([f"{tmp_path}/arms.jsonl", f"--out_dir={tmp_path}"])
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line.startswith("|")] == table and "warning" not in out
+    for figure in ("arms_compare.png", "arms_gap.png"):
+        assert (tmp_path / figure).stat().st_size > 10_000
+    (tmp_path / "arms.jsonl").write_text("{")
+    with pytest.raises(ValueError, match="arms.jsonl is damaged"):
+        main([f"{tmp_path}/arms.jsonl"])
+    with pytest.raises(ValueError, match="none.jsonl"):
+        main([f"{tmp_path}/none.jsonl"])
 
 
 def test_a_dataset_that_has_moved_or_changed_is_named(runs, dataset, tmp_path):
