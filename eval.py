@@ -22,7 +22,6 @@ Letters: B batch, T time, C width, V vocabulary.
 import json
 import math
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +33,9 @@ import torch
 from config import Settings, load_config, run_cli, split_args
 from config.machine import Runtime, close_processes, setup_runtime
 from data import benchmarks, runs
-from data.benchmarks import PAPER, Item, Request, Task
+from data.benchmarks import Item, Request
 from data.bigram import bigram_losses, counted_tokens
+from data.compare import compare, print_tasks, read_results, show
 from data.hugging_face import export, model_card
 from data.shards import Shards, identity
 from data.tokenizers import load_encoding, read_spec, token_bytes
@@ -67,8 +67,6 @@ class EvalConfig(Settings):
         self.at_least(0, "max_new_tokens temperature top_k seed limit")
         self.at_least(1, "batch_size")
 
-
-CURVE = ("step", "tokens", "val_loss")  # what a result keeps of a run's metrics
 
 # --- loss ----------------------------------------------------------------------
 
@@ -228,7 +226,7 @@ def measure(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> dict:
     x, y, losses = (np.concatenate(part) for part in zip(*parts))
     train_ids = counted_tokens(train_data)
     n_bytes = int(token_bytes(read_spec(data_dir))[y].sum())
-    metrics = runs.read_metrics(run)
+    rows = [row for row in runs.read_metrics(run) if "val_loss" in row]
     return {
         "n_params": model.n_params(),
         "n_input_params": sum(p.numel() for p in model.wte.parameters()),
@@ -237,7 +235,7 @@ def measure(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> dict:
         **measures(losses, n_bytes),
         "bigram": measures(bigram_losses(train_ids, x, y, V), n_bytes),
         "by_frequency": by_frequency(np.bincount(train_ids, minlength=V)[x], losses),
-        "curve": [{k: row[k] for k in CURVE} for row in metrics if "val_loss" in row],
+        "curve": [{key: row[key] for key in ("step", "tokens", "val_loss")} for row in rows],
     }
 
 
@@ -272,136 +270,6 @@ def benchmark(
     return {"tasks": results}
 
 
-# --- tables --------------------------------------------------------------------
-
-
-def print_rows(lines: list[list[str]]) -> None:
-    """A Markdown table; the first line is its head."""
-    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    for line in lines:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |")
-
-
-def mean_sd(values: list[float], digits: int) -> str:
-    text = f"{statistics.mean(values):.{digits}f}"
-    return f"{text} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else text
-
-
-def print_losses(groups: list[runs.Group]) -> None:
-    """A line per group: mean ± standard deviation over its seeds, and its gap to the reference."""
-    head = "model,seeds,parameters,in the input,training tokens,validation loss,perplexity"
-    lines = [[*head.split(","), "bits per byte", "gap to the reference"]]
-    for group in groups:
-        results = list(group.runs.values())
-        line = [group.name, str(len(results))]
-        line += [f"{results[0][key]:,}" for key in ("n_params", "n_input_params", "train_tokens")]
-        for key, digits in (("loss", 3), ("perplexity", 1), ("bits_per_byte", 3)):
-            line.append(mean_sd([r[key] for r in results], digits))
-        lines.append([*line, group.describe_gap()])
-    bigrams = {tuple(r["bigram"].values()): 0 for g in groups for r in g.runs.values()}
-    for loss, perplexity, bits in bigrams:
-        cells = [f"{loss:.3f}", f"{perplexity:.1f}", f"{bits:.3f}", ""]
-        lines.append(["bigram model", "", "", "", "", *cells])
-    print_rows(lines)
-
-
-def print_tasks(results: list[dict], tasks: list[Task]) -> None:
-    """A line per group, then the paper's scores, where it gives some for these tasks."""
-    columns = [(task.name, metric) for task in tasks for metric in task.metrics]
-    head = ["model", "seeds"]
-    for task, metric in columns:
-        one = results[0]["tasks"][task]
-        head.append(f"{task} {metric}" + (f" (first {one['n']} items)" if one["limited"] else ""))
-    lines = [head]
-    for name, group in [(g.name, list(g.runs.values())) for g in runs.compare(results, "")]:
-        line = [name, str(len(group))]
-        for task, metric in columns:
-            unit = 1 if metric == "perplexity" else 100  # accuracies in percent
-            error = group[0]["tasks"][task][metric + "_stderr"]
-            cell = mean_sd([unit * run["tasks"][task][metric] for run in group], 2)
-            if len(group) == 1 and error is not None:
-                cell += f" ± {unit * error:.2f}"
-            line.append(cell)
-        lines.append(line)
-    if set(columns) & set(PAPER):
-        cells = [f"{100 * PAPER[column]:.2f}" if column in PAPER else "" for column in columns]
-        lines.append(["canonical, the paper's 1.7B", "1", *cells])
-    print_rows(lines)
-    print("accuracies in percent; ± is the standard error over items, or the deviation over seeds")
-
-
-# --- figures -------------------------------------------------------------------
-
-
-def draw(path: Path, n_panels: int, plot: Callable, data: object) -> None:
-    """Call plot(axis, ..., data) and save the figure. Whatever goes wrong is no reason to stop."""
-    os.environ["MPLBACKEND"] = "agg"  # needs no display, and no notebook
-    try:
-        from matplotlib.figure import Figure
-
-        figure = Figure((6 * n_panels, 4.5), layout="constrained")
-        plot(*figure.subplots(1, n_panels, squeeze=False)[0], data)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-        print(f"drawn: {path}")
-    except Exception as error:
-        print(f"warning: {path} could not be drawn ({error})")
-
-
-def plot_training(axis: object, curves: dict[str, list[list[dict]]]) -> None:
-    """{label: [rows of metrics, ...]}: loss over tokens, that of training (if there) faint."""
-    for i, (label, histories) in enumerate(curves.items()):
-        for rows in histories:
-            steps = [row for row in rows if "loss" in row]
-            n = max(1, len(steps) // 100)  # steps per point of the training loss
-            points = [steps[k : k + n] for k in range(0, len(steps) - n + 1, n)]
-            losses = [statistics.mean(row["loss"] for row in point) for point in points]
-            tokens = [point[-1]["tokens"] / 1e6 for point in points]
-            axis.plot(tokens, losses, color=f"C{i}", alpha=0.35, linewidth=1)
-            val = [row for row in rows if "val_loss" in row]
-            losses = [row["val_loss"] for row in val]
-            tokens = [row["tokens"] / 1e6 for row in val]
-            name = label if rows is histories[0] else None  # one entry in the legend
-            axis.plot(tokens, losses, "o-", color=f"C{i}", markersize=3, label=name)
-    axis.set(xlabel="training tokens (millions)", ylabel="loss (nats per token)")
-    axis.grid(alpha=0.3)
-    axis.legend(title="points: validation")
-
-
-def plot_frequencies(axis: object, groups: list[runs.Group]) -> None:
-    """Each group minus its reference, by how often the input token was seen in training."""
-    for i, group in enumerate(groups):
-        bins = next(iter(group.runs.values()))["by_frequency"]
-        gaps = [group.gap(k) for k in range(len(bins))]
-        seen = [max(row["from"], 0.5) for row in bins]
-        error = [half if n > 1 else 0 for _, half, n in gaps]
-        axis.errorbar(seen, [gap[0] for gap in gaps], error, fmt="o-", color=f"C{i}", capsize=3)
-    axis.set(xscale="log", xlabel="occurrences of the input token in the training text, at least")
-    axis.set_ylabel("validation loss of the next token - reference (nats)")
-    axis.grid(alpha=0.3)
-
-
-def plot_comparison(left: object, right: object, groups: list[runs.Group]) -> None:
-    """Training curves, and the gap by frequency."""
-    plot_training(left, {g.name: [r["curve"] for r in g.runs.values()] for g in groups})
-    plot_frequencies(right, groups)
-
-
-def plot_gaps(axis: object, groups: list[runs.Group]) -> None:
-    """The gap of each group to its reference, the line at 0, with 95 % intervals."""
-    groups = [group for group in groups if group is not group.reference][::-1]  # best on top
-    for y, group in enumerate(groups):
-        gap, half, n = group.gap()
-        axis.errorbar(gap, y, xerr=half if n > 1 else 0, fmt="o" if n > 1 else "x", color="C0")
-    axis.axvline(0, color="black", linewidth=1)
-    axis.set_yticks(range(len(groups)), [f"{g.name} (n = {g.gap()[2]})" for g in groups])
-    names = {group.reference.input: 0 for group in groups}
-    axis.set_xlabel(f"validation loss - {' or '.join(names)} (nats, 95 % interval)")
-    axis.grid(alpha=0.3, axis="x")
-    axis.figure.set_figheight(1.5 + 0.25 * len(groups))
-
-
 # --- what to do ----------------------------------------------------------------
 
 
@@ -424,15 +292,6 @@ def export_run(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> None:
     print(f"exported: {cfg.export}, for transformers' AutoModelForCausalLM and AutoTokenizer")
 
 
-def show(results: list[dict], against: str, name: str, out_dir: str) -> None:
-    """The table and the figures of some runs."""
-    groups = sorted(runs.compare(results, against), key=lambda group: group.mean())
-    print_losses(groups)
-    if len(groups) > 1:
-        draw(Path(out_dir, f"{name}compare.png"), 2, plot_comparison, groups)
-        draw(Path(out_dir, f"{name}gap.png"), 1, plot_gaps, groups)
-
-
 def main(argv: list[str]) -> None:
     words, given = split_args([a for a in argv if a != "--published"], EvalConfig, __doc__)
     cfg = load_config(EvalConfig, given)
@@ -441,7 +300,7 @@ def main(argv: list[str]) -> None:
     if stored := [Path(word) for word in words if word.endswith(".jsonl")]:
         for path in stored:
             print(f"\n{path.stem}\n")
-            show(runs.read_results(path), cfg.against, f"{path.stem}_", cfg.out_dir)
+            show(read_results(path), cfg.against, f"{path.stem}_", cfg.out_dir)
         return
     names = list({Path(run).resolve(): run for run in words}.values())  # each once
     if not names:
@@ -452,20 +311,20 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"export takes one run at a time, got {len(names)}")
     tasks = benchmarks.find_tasks(cfg.tasks) if cfg.tasks else []
     rt = setup_runtime(cfg.device, "float32" if tasks and cfg.dtype == "auto" else cfg.dtype)
-    saved, results = {run: runs.load_checkpoint(run) for run in names}, []
+    saved = {run: runs.load_checkpoint(run) for run in names}
     if "prompt" in given or cfg.export:
         for run in names:
             rt.on_first(export_run if cfg.export else print_sample, run, saved[run], cfg, rt)
         return close_processes(rt)
+    results = [runs.describe(run, saved[run]) for run in names]
+    compare(results, cfg.against)  # what does not fit is said before anything is scored
     items = {t.name: benchmarks.read_items(t, cfg.benchmark_dir, cfg.limit) for t in tasks}
-    # Of all runs first: what does not fit is said before anything is scored.
     requests = {run: task_requests(run, saved[run], items) for run in names if tasks}
-    for run in names:
+    for run, result in zip(names, results):
         if tasks:
-            result = benchmark(run, saved[run], items, requests[run], cfg, rt)
+            result |= benchmark(run, saved[run], items, requests[run], cfg, rt)
         else:
-            result = measure(run, saved[run], cfg, rt)
-        results.append(runs.describe(run, saved[run]) | result)
+            result |= measure(run, saved[run], cfg, rt)
     if rt.rank == 0:
         print_tasks(results, tasks) if tasks else show(results, cfg.against, "", cfg.out_dir)
         for result in results:

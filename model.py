@@ -25,8 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from codes import FixedTokenCode, FrozenTable, normal
 from config import Settings
 
-IGNORE = -1  # a target that does not count
-
 
 @dataclass
 class GPTConfig(Settings):  # which checks the types; at_least() raises ValueError
@@ -64,12 +62,14 @@ class GPTConfig(Settings):  # which checks the types; at_least() raises ValueErr
 
 def make_input(cfg: GPTConfig, tokens: list[bytes]) -> nn.Module:
     """ids (B, T) -> (B, T, C), all that input_mode decides. "spelling" needs the tokens' bytes."""
-    V, C, mode = cfg.vocab_size, cfg.n_embd, cfg.input_mode
+    V, C = cfg.vocab_size, cfg.n_embd
+    mode = cfg.input_mode
     scale, seed = cfg.code_scale, cfg.code_seed
     if mode == "learned":
         return nn.Embedding(V, C)
     if mode in ("random", "spelling"):
-        return FrozenTable(tokens or [b""] * V, C, mode, scale, seed, cfg.code_own)
+        tokens = tokens or [b""] * V  # to be loaded from a checkpoint
+        return FrozenTable(tokens, C, mode, scale, seed, cfg.code_own)
     code = (cfg.code_bits, seed, cfg.code_symbols, scale, cfg.code_shift, cfg.code_recodings)
     return FixedTokenCode(V, C, mode, *code)
 
@@ -80,15 +80,15 @@ def rotary_table(block_size: int, head_dim: int, theta: float) -> tuple[Tensor, 
     i is (x_i, x_{i + D/2}): each cosine and sine stands twice, the sine first with a minus.
     """
     exponent = torch.arange(0, head_dim, 2).float() / head_dim  # (D / 2,), 2 i / D
-    angle = torch.outer(torch.arange(block_size).float(), theta**-exponent)  # (T, D / 2)
+    t = torch.arange(block_size).float()
+    angle = torch.outer(t, theta**-exponent)  # (T, D / 2)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
-    Turn each pair (x_i, x_{i + D/2}) by its position's angle (arXiv:2104.09864, equation 34):
-    (x_i cos - x_{i + D/2} sin, x_{i + D/2} cos + x_i sin).
+    Turn each pair (x_i, x_{i + D/2}) by its position's angle (arXiv:2104.09864, equation 34).
     The product q k then depends on positions only through their difference.
     """
     swapped = x.roll(x.size(-1) // 2, dims=-1)  # x_i and x_{i + D/2} have changed places
@@ -105,8 +105,10 @@ class CausalSelfAttention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
-        (B, T, C), H = x.shape, self.n_head
-        qkv = self.qkv(x).view(B, T, 3 * H, C // H).transpose(1, 2)  # (B, 3 H, T, D)
+        B, T, C = x.shape
+        H = self.n_head
+        qkv = self.qkv(x).view(B, T, 3 * H, C // H)
+        qkv = qkv.transpose(1, 2)  # (B, 3 H, T, D)
         qk, v = qkv.split([2 * H, H], dim=1)
         q, k = rotate(qk, cos, sin).chunk(2, dim=1)  # each (B, H, T, D)
         if cache is not None:
@@ -225,7 +227,8 @@ class GPT(nn.Module):
         """
         cfg = self.cfg
         table = sum(p.numel() for p in self.wte.parameters())
-        return 6 * (self.n_params() - table) + 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
+        attention = 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
+        return 6 * (self.n_params() - table) + attention
 
     @torch.no_grad()
     def generate(
@@ -241,12 +244,10 @@ class GPT(nn.Module):
         """
         Continue ids (B, T), T >= 1, by up to max_new_tokens -> (B, T + new). Temperature 0 takes
         the likeliest token; top_k = 0 samples from all. A row that has drawn stop_id is filled
-        with it. Raises ValueError for a negative number. Past block_size the window slides, so all
-        positions change, nothing cached is valid, and each window is computed anew.
+        with it. Past block_size the window slides: positions change, so no cache can be used.
         """
-        least = min(max_new_tokens, temperature, top_k)
-        if least < 0:
-            raise ValueError(f"max_new_tokens, temperature, top_k must be at least 0, got {least}")
+        if min(max_new_tokens, temperature, top_k) < 0:
+            raise ValueError("max_new_tokens, temperature and top_k must be at least 0")
         cache = [KVCache() for _ in self.blocks]
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)  # (B,)
         for _ in range(max_new_tokens):
@@ -288,29 +289,28 @@ class KVCache:
         """Add the new positions' k and v (B, H, new, D), and return those of all positions."""
         if self.k is not None:
             assert k.size(2) == 1, "after its prompt, a cache takes one token at a time"
-            k, v = torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2)
+            k = torch.cat([self.k, k], dim=2)  # (B, H, all, D)
+            v = torch.cat([self.v, v], dim=2)
         self.k, self.v = k, v
         return k, v
 
 
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
     """
-    cross_entropy(x @ weight.T, targets) in float32. x (N, C), weight (V, C), targets (N,) -> a
-    scalar, or (N,) for reduction "none".
-
-    In float32 the logits of all tokens never exist at once: those of 512 come and go, with their
-    gradient. In 16 bits the plain way is faster (compiled, it is one pass over the logits).
+    cross_entropy(x @ weight.T, targets): (N, C), (V, C), (N,) -> a scalar, or (N,) for "none".
+    In float32 the logits of 512 tokens at a time come and go, with their gradient. In 16 bits the
+    plain way is faster (compiled, it is one pass over the logits).
     """
     if x.dtype != torch.float32:
         logits = F.linear(x, weight.to(x.dtype)).float()  # (N, V)
-        return F.cross_entropy(logits, targets, reduction=reduction, ignore_index=IGNORE)
+        return F.cross_entropy(logits, targets, reduction=reduction, ignore_index=-1)
     options = nn.LinearCrossEntropyOptions(
         chunking_method=None,
         batch_chunk_size=min(len(x), 512),
         allow_retain_graph=torch.compiler.is_compiling(),  # the form that compile can trace
     )
     return F.linear_cross_entropy(
-        x, weight, targets, reduction=reduction, ignore_index=IGNORE, options=options
+        x, weight, targets, reduction=reduction, ignore_index=-1, options=options
     )
 
 
@@ -324,7 +324,7 @@ def load_weights(model: GPT, weights: dict[str, Tensor]) -> None:
 
 def build_model(saved: dict, device: str | torch.device = "cpu") -> GPT:
     """The model of a checkpoint (data/runs.py). Settings added since have their defaults."""
-    names = {field.name for field in fields(GPTConfig)}
-    model = GPT(GPTConfig(**{key: saved["config"][key] for key in names & set(saved["config"])}))
+    names = {field.name for field in fields(GPTConfig)} & set(saved["config"])
+    model = GPT(GPTConfig(**{name: saved["config"][name] for name in names}))
     load_weights(model, saved["model"])
     return model.to(device)

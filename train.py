@@ -38,9 +38,10 @@ from config import convert, load_config, run_cli, split_args
 from config.machine import Runtime, Stop, close_processes, folder_lock, setup_runtime
 from config.plan import peak_flops, print_plan
 from data import runs, tokenizers
+from data.compare import draw, plot_training
 from data.pydocs import prepare_pydocs
 from data.shards import Shards, identity, window_numbers
-from eval import draw, plot_training, sample, validate
+from eval import sample, validate
 from model import GPT, GPTConfig, load_weights
 
 DEFAULT_DATA = "data/pydocs"

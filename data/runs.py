@@ -1,5 +1,5 @@
 """
-A run's folder: what train.py leaves there, and eval.py reads. At the end: groups of runs, compared.
+A run's folder: what train.py leaves there, and eval.py reads.
 
     out/canonical_toy/ckpt_003000/model.pt        weights, settings, data: all that eval.py needs
     out/canonical_toy/ckpt_003000/optimizer.pt    the rest of what training needs to go on
@@ -10,11 +10,8 @@ plain values only, so that no code in them is ever run.
 """
 
 import json
-import math
 import os
 import shutil
-import statistics
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -164,85 +161,3 @@ def write_results(run_dir: str, result: dict) -> None:
         old = {}
     old |= result | {"tasks": old.get("tasks", {}) | result.get("tasks", {})}
     write_or_warn(path, json.dumps(old, indent=2))
-
-
-# --- groups of runs ------------------------------------------------------------
-
-# Student's t for n values: 95 % lie within +-T95[n - 2]. For more than 10, as for 10.
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
-
-def read_results(path: str | Path) -> list[dict]:
-    """Results that eval.py has stored, a line per run."""
-    if not Path(path).is_file():
-        raise ValueError(f"{path} is not there: eval.py RUN ... --results={path} writes it")
-    found = [try_json(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    if not found or not all(found):
-        raise ValueError(f"{path} is damaged or empty: get it or write it anew")
-    return found
-
-
-@dataclass
-class Group:
-    """Runs that differ in their seed alone, the first of each seed."""
-
-    input: str
-    other: str  # what else tells it from other groups
-    runs: dict[int, dict]  # {seed: result}
-    reference: "Group | None" = None
-
-    @property
-    def name(self) -> str:
-        return self.input + self.other
-
-    def mean(self) -> float:
-        return statistics.mean(self.losses().values())
-
-    def losses(self, k: int | None = None) -> dict[int, float]:
-        """{seed: loss}, or the loss in range k of by_frequency."""
-        rows = {s: r if k is None else r["by_frequency"][k] for s, r in self.runs.items()}
-        return {seed: row["loss"] for seed, row in rows.items()}
-
-    def gap(self, k: int | None = None) -> tuple[float, float, int]:
-        """
-        These losses minus the reference's, paired by seed: the mean, half of its 95 % interval
-        (Student's t; infinite for one pair), and the number of pairs.
-        """
-        mine, theirs = self.losses(k), self.reference.losses(k)
-        pairs = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
-        n = len(pairs)
-        error = statistics.stdev(pairs) / math.sqrt(n) if n > 1 else math.inf
-        return statistics.mean(pairs or [math.nan]), T95[min(max(n, 2), 10) - 2] * error, n
-
-    def describe_gap(self) -> str:
-        if self is self.reference:
-            return "reference"
-        gap, half, n = self.gap()
-        if n < 2:
-            return f"{gap:+.3f} ({n} pair)"
-        return ("" if abs(gap) > half else "not told apart: ") + f"{gap:+.3f} ± {half:.3f}"
-
-
-def compare(results: list[dict], against: str) -> list[Group]:
-    """
-    The groups. Each is compared with the group whose input (or name) is `against`, of the same
-    other settings if there is one; "" stands for the first group.
-    """
-    settings = [result["settings"] | {"dataset": result["dataset"]} for result in results]
-    told = {"seed", "input_mode", *INPUT_SETTINGS}
-    differ = [k for k in settings[0] if k not in told and len({s.get(k) for s in settings}) > 1]
-    groups = {}
-    for result, own in zip(results, settings):
-        other = "".join(f" {key}={own.get(key)}" for key in differ)
-        key = (result["input"], other, result["step"], json.dumps(result["data"]))
-        group = groups.setdefault(key, Group(result["input"], other, {}))
-        group.runs.setdefault(result["seed"], result)  # a copy of a run counts once
-    groups = list(groups.values())
-    named = [group for group in groups if against in ("", group.input, group.name)]
-    if not named:
-        known = ", ".join(group.name for group in groups)
-        raise ValueError(f"against must be one of {known}, got {against!r}")
-    for group in groups:
-        alike = [g for g in named if (g.input, g.other) == (named[0].input, group.other)]
-        group.reference = (alike or named)[0]
-    return groups

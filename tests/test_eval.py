@@ -12,7 +12,8 @@ import pytest
 from conftest import RT, TINY, run
 
 from data.bigram import bigram_losses
-from data.runs import T95, compare, load_checkpoint, read_metrics, write_checkpoint
+from data.compare import T95, compare
+from data.runs import load_checkpoint, read_metrics, write_checkpoint
 from data.shards import Shards
 from data.tokenizers import load_encoding, read_spec, token_bytes
 from eval import EvalConfig, by_frequency, main, measure, measures, sample
