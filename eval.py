@@ -187,21 +187,13 @@ def score(model: GPT, requests: list[Request], name: str, rt: Runtime) -> list[t
 # --- samples -------------------------------------------------------------------
 
 
-def sample(
-    model: GPT,
-    encoding: object,
-    prompt: str,
-    max_new_tokens: int,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 1,
-) -> str:
+def sample(model: GPT, encoding: object, prompt: str, cfg: EvalConfig) -> str:
     """The prompt and its continuation, up to the end of the document. Starts from end-of-text."""
     device, end = model.lm_head.weight.device, encoding.eot_token
     ids = torch.tensor([[end, *encoding.encode_ordinary(prompt)]], device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    out = model.generate(ids, max_new_tokens, temperature, top_k, end, generator)
-    out = out[0, 1:].tolist()
+    generator = torch.Generator(device).manual_seed(cfg.seed)
+    options = (cfg.max_new_tokens, cfg.temperature, cfg.top_k, end, generator)
+    out = model.generate(ids, *options)[0, 1:].tolist()
     if out and out[-1] == end:
         out.pop()
     return encoding.decode(out)
@@ -277,8 +269,7 @@ def print_sample(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> None:
     model, encoding = build_model(saved, rt.device), load_encoding(runs.read_tokenizer(run, saved))
     prompt = os.fsencode(cfg.prompt).decode("utf-8", errors="replace")  # whatever the locale
     with rt.autocast():
-        size = (cfg.max_new_tokens, cfg.temperature, cfg.top_k)
-        print(f"--- {run}, seed {cfg.seed}\n{sample(model, encoding, prompt, *size, cfg.seed)}")
+        print(f"--- {run}, seed {cfg.seed}\n{sample(model, encoding, prompt, cfg)}")
 
 
 def export_run(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> None:

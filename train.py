@@ -41,7 +41,7 @@ from data import runs, tokenizers
 from data.compare import draw, plot_training
 from data.pydocs import prepare_pydocs
 from data.shards import Shards, identity, window_numbers
-from eval import sample, validate
+from eval import EvalConfig, sample, validate
 from model import GPT, GPTConfig, load_weights
 
 DEFAULT_DATA = "data/pydocs"
@@ -392,7 +392,8 @@ def train(cfg: TrainConfig, rt: Runtime) -> int:
             curves = {cfg.input_mode: [runs.read_metrics(out_dir)]}
             draw(out_dir / "loss.png", 1, plot_training, curves)
             with rt.autocast():
-                rt.log(f"a sample:\n{sample(raw_model, encoding, '', 100, seed=cfg.seed)}\n")
+                short = EvalConfig(max_new_tokens=100, seed=cfg.seed)
+                rt.log(f"a sample:\n{sample(raw_model, encoding, '', short)}\n")
             rt.log(f'next: python eval.py {shlex.quote(cfg.out_dir)} --prompt="The function"')
     return 0
 

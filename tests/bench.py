@@ -70,9 +70,8 @@ def bench_train() -> None:
             )
         )  # fmt: skip
         x, y = torch.randint(V, (2, 8, T), generator=torch.Generator().manual_seed(0))
-        print(
-            f"{name}: {model.flops_per_token() * x.numel() / 1e9:.1f} GFLOP a step, {torch.get_num_threads()} threads"
-        )
+        flops = model.flops_per_token() * x.numel()
+        print(f"{name}: {flops / 1e9:.1f} GFLOP a step, {torch.get_num_threads()} threads")
         for way in ["eager", "compiled"] if shutil.which("g++") else ["eager"]:
             ours, theirs = (torch.compile(m) if way == "compiled" else m for m in (model, llama))
 

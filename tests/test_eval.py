@@ -1,6 +1,5 @@
 """eval.py: losses scored by hand, the bigram model against a slow loop, tables, figures, samples."""
 
-import functools
 import json
 import math
 import shutil
@@ -135,15 +134,8 @@ def test_several_runs_give_one_table_and_one_figure(runs, tmp_path, capsys):
 
 def test_the_gap_is_paired_by_seed_with_a_95_percent_interval(capsys):
     def runs_of(mode, losses, **settings):
-        one = {
-            "input": mode,
-            "dataset": "d",
-            "data": {},
-            "step": 1,
-            "n_params": 1,
-            "n_input_params": 0,
-            "train_tokens": 1,
-        }
+        one = {"input": mode, "dataset": "d", "data": {}, "step": 1}
+        one |= dict.fromkeys(("n_params", "n_input_params", "train_tokens"), 1)
         one |= {"perplexity": 1.0, "bits_per_byte": 1.0, "bigram": {"loss": 1.0, "perplexity": 1.0, "bits": 1.0}}
         return [one | {"seed": s, "loss": loss, "settings": {"seed": s, **settings}} for s, loss in losses.items()]
 
@@ -210,7 +202,8 @@ def test_a_dataset_that_has_moved_or_changed_is_named(runs, dataset, tmp_path):
 def draw(runs):
     """draw(prompt, n, ...) -> a text by a trained run."""
     model = build_model(load_checkpoint(runs / "canonical_1"))
-    return functools.partial(sample, model, load_encoding(read_spec(runs / "canonical_1")))
+    encoding = load_encoding(read_spec(runs / "canonical_1"))
+    return lambda prompt, n, **changes: sample(model, encoding, prompt, EvalConfig(max_new_tokens=n, **changes))
 
 
 def test_samples_are_repeatable_and_seeds_differ(draw):

@@ -75,16 +75,6 @@ def test_it_is_short_and_complete():
 
 
 def test_nothing_else_lies_at_the_top_level():
-    allowed = {
-        "README.md",
-        "requirements.txt",
-        "model.py",
-        "codes.py",
-        "train.py",
-        "eval.py",
-        "data",
-        "config",
-        "tests",
-    }
+    allowed = {*"README.md requirements.txt model.py codes.py train.py eval.py data config tests".split()}
     found = {path.name for path in Path(ROOT).iterdir() if not path.name.startswith((".", "__"))}
     assert found - {"out"} <= allowed, found - allowed
