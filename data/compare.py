@@ -81,7 +81,8 @@ def compare(results: list[dict], against: str) -> list[Group]:
     differ = [k for k in settings[0] if k not in told and len({s.get(k) for s in settings}) > 1]
     groups = {}
     for result, own in zip(results, settings):
-        other = "".join(f" {key}={own.get(key)}" for key in differ)
+        other = "".join(f" {key}={own[key]}" for key in differ if own.get(key) not in ("", None))
+        other = other.replace(f"_seed{result['seed']}", "")  # a start of the same seed
         key = (result["input"], other, result["step"], json.dumps(result["data"]))
         group = groups.setdefault(key, Group(result["input"], other, {}))
         group.runs.setdefault(result["seed"], result)  # a copy of a run counts once
