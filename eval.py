@@ -169,13 +169,15 @@ def score_batch(model: GPT, batch: list[Request], rt: Runtime) -> list[tuple[flo
     scores, end = [], 0
     for _, continuation in batch:
         start, end = end, end + len(continuation)
-        scores.append((sum(logp[start:end]), all(likeliest[start:end])))
+        greedy = all(likeliest[start:end])
+        scores.append((sum(logp[start:end]), greedy))
     return scores
 
 
 def score(model: GPT, requests: list[Request], name: str, rt: Runtime) -> list[tuple]:
     """The score of each request. Those of similar length go together, and the ranks share them."""
-    order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
+    length = [len(context) + len(continuation) for context, continuation in requests]
+    order = sorted(range(len(requests)), key=lambda i: -length[i])
     batches = [order[i : i + 32] for i in range(0, len(order), 32)]
     found = []
     for batch in rt.bar(batches[rt.rank :: rt.world_size], desc=name):
@@ -214,7 +216,8 @@ def measure(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> dict:
     if identity(train_data.meta) != saved["data"]:
         raise ValueError(f"{run} was trained on other data than {data_dir} holds: use --data_dir")
     batches = val_data.every_token_once(cfg.batch_size, 0, rt.rank, rt.world_size)
-    parts = rt.gather(list(token_losses(model, rt.bar(batches, desc=run), rt)))
+    scored = list(token_losses(model, rt.bar(batches, desc=run), rt))
+    parts = rt.gather(scored)
     x, y, losses = (np.concatenate(part) for part in zip(*parts))
     train_ids = counted_tokens(train_data)
     n_bytes = int(token_bytes(read_spec(data_dir))[y].sum())
@@ -233,7 +236,8 @@ def measure(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> dict:
 
 def task_requests(run: str, saved: dict, items: dict[str, list[Item]]) -> dict[str, tuple]:
     """Of each task, the requests in the run's tokens, and how many contexts were cut."""
-    encoding, T = load_encoding(runs.read_tokenizer(run, saved)), saved["config"]["block_size"]
+    encoding = load_encoding(runs.read_tokenizer(run, saved))
+    T = saved["config"]["block_size"]
     return {name: benchmarks.make_requests(items[name], name, encoding, T) for name in items}
 
 
@@ -266,7 +270,8 @@ def benchmark(
 
 
 def print_sample(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> None:
-    model, encoding = build_model(saved, rt.device), load_encoding(runs.read_tokenizer(run, saved))
+    model = build_model(saved, rt.device)
+    encoding = load_encoding(runs.read_tokenizer(run, saved))
     prompt = os.fsencode(cfg.prompt).decode("utf-8", errors="replace")  # whatever the locale
     with rt.autocast():
         print(f"--- {run}, seed {cfg.seed}\n{sample(model, encoding, prompt, cfg)}")

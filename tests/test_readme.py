@@ -1,9 +1,12 @@
 """What the README says is true: drawings, file sizes, commands, settings."""
 
+import json
 import re
 import shlex
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -14,9 +17,11 @@ from data.fineweb_edu import FinewebConfig
 from data.pydocs import PydocsConfig
 from data.text import TextConfig
 from eval import EvalConfig
+from eval import main as evaluate
 from train import TrainConfig
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = sorted((ROOT / "data" / "results").glob("*.jsonl"))
 SETTINGS = {"train.py": TrainConfig, "eval.py": EvalConfig, "data.text": TextConfig, "data.pydocs": PydocsConfig,
             "data.fineweb_edu": FinewebConfig}  # fmt: skip
 
@@ -24,7 +29,8 @@ SETTINGS = {"train.py": TrainConfig, "eval.py": EvalConfig, "data.text": TextCon
 def commands() -> list[list[str]]:
     """Every python or torchrun command in the README's shell blocks."""
     lines = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
-    lines = re.sub(r"\$\{arm\}", "gf2", lines).replace("$seed", "1")
+    for name, value in {"${arm}": "gf2", "$seed": "1", "$scale": "0.1", "$half": "--max_iters=1500"}.items():
+        lines = lines.replace(name, value)
     parts = [part.split("#")[0].strip() for line in lines.splitlines() for part in line.split("&&")]
     parts = [part.split("WORLD_SIZE=8 ")[-1].split("DISABLE_SHARE_RDZV_TCP_STORE=1 ")[-1] for part in parts]
     return [shlex.split(part) for part in parts if part.startswith(("python ", "torchrun "))]
@@ -42,7 +48,7 @@ def test_every_command_names_files_and_settings_that_exist(command):
         words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]
     program = words[0]
     if program in SETTINGS:
-        words = [word for word in words[1:] if word not in ("--help", "--plan")]
+        words = [word for word in words[1:] if word not in ("--help", "--plan", "--published")]
         files, given = split_args(words, SETTINGS[program], "")
         configs = [path for path in files if path.startswith("config/")]
         assert all((ROOT / path).exists() for path in configs)
@@ -68,10 +74,43 @@ def test_line_counts_are_true_to_the_nearest_ten():
         assert abs(n - int(lines)) <= 10, f"{name} has {n} lines, the README says {lines}"
 
 
+def test_the_numbers_are_those_of_the_stored_results(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    start = time.perf_counter()
+    evaluate(["--published", f"--out_dir={tmp_path}"])
+    assert time.perf_counter() - start < 20
+    printed = re.sub(" +", " ", capsys.readouterr().out)
+    rows = re.findall(r"^\| .* ± .*\|$", README, re.MULTILINE)
+    stored = [json.loads(line) for path in RESULTS for line in path.read_text().splitlines()]
+    for row in rows:
+        assert re.sub(" +", " ", row) in printed
+    arms = [json.loads(line) for line in RESULTS[0].read_text().splitlines()]
+    for arm in ("learned", "canonical", "gf2"):  # the printed means, without the program that prints them
+        losses = [run["loss"] for run in arms if run["input"] == arm]
+        assert len(losses) >= 3
+        mean, deviation = np.mean(losses), np.std(losses, ddof=1)
+        assert any(row.startswith(f"| {arm} ") and f" {mean:.3f} ± {deviation:.3f} " in row for row in rows)
+    claims = re.findall(r"[+-]\d\.\d{3} ± \d\.\d{3}", prose())
+    assert len(claims) >= 5 and not [claim for claim in claims if claim not in printed]
+    assert sum(path.stat().st_size for path in RESULTS) < 500_000 and len(stored) > 50
+
+
+def test_every_exercise_names_a_test_that_exists():
+    named = re.findall(r"`(tests/\w+\.py) -k (\w+)`", README)
+    assert len(named) >= 6 and README.count("\n| 7 |") == 1
+    for path, word in named:
+        assert re.search(rf"^def test_\w*{word}", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE), word
+
+
+def prose() -> str:
+    return re.sub(r"```.*?```|^\|[^\n]*$", "", README, flags=re.DOTALL | re.MULTILINE)
+
+
 def test_it_is_short_and_complete():
-    prose = re.sub(r"```.*?```|^\|.*$", "", README, flags=re.DOTALL | re.MULTILINE)
-    assert len(prose.split()) < 900, len(prose.split())
-    assert not re.search(r"TODO|TOYTABLE|TASKTABLE|BENCH\b|FILES\b", README)
+    assert 600 < len(prose().split()) <= 1200, len(prose().split())
+    assert not re.search(r"TODO|@[A-Z]+@", README)
+    pictures = re.findall(r"!\[[^\]]+\]\((.+?)\)", README)
+    assert len(pictures) == 3 and all((ROOT / path).stat().st_size < 300_000 for path in pictures)
 
 
 def test_nothing_else_lies_at_the_top_level():
