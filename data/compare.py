@@ -224,7 +224,7 @@ def plot_gaps(axis: object, groups: list[Group]) -> None:
     names = {group.reference.input: 0 for group in groups}
     axis.set_xlabel(f"validation loss - {' or '.join(names)} (nats, 95 % interval)")
     axis.grid(alpha=0.3, axis="x")
-    axis.figure.set_size_inches(9, 1.5 + 0.25 * len(groups))
+    axis.figure.set_size_inches(11, 2 + 0.25 * len(groups))
 
 
 def show(results: list[dict], against: str, name: str, out_dir: str) -> None:
