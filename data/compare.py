@@ -191,7 +191,7 @@ def plot_training(axis: object, curves: dict[str, list[list[dict]]]) -> None:
             axis.plot(tokens, losses, "o-", color=f"C{i}", markersize=3, label=name)
     axis.set(xlabel="training tokens (millions)", ylabel="loss (nats per token)")
     axis.grid(alpha=0.3)
-    axis.legend(title="points: validation")
+    axis.legend(title="points: validation", fontsize=min(10, 160 / len(curves)))
 
 
 def plot_frequencies(axis: object, groups: list[Group]) -> None:
