@@ -53,6 +53,7 @@ class EvalConfig(Settings):
     benchmark_dir: str = ""  # folder with TASK.jsonl files; empty = the Hugging Face hub
     limit: int = 0  # first items of each benchmark; 0 = all
     save_items: bool = False  # write the log-probabilities of every item
+    after_id: int = 0  # measure only what follows a token from this id on, end-of-text aside
     against: str = ""  # compare with this input or model; empty = that of the first run
     results: str = ""  # file of the losses, a line per run, that is read in place of runs
     data_dir: str = ""  # where the run's dataset lies now; empty = where training found it
@@ -64,7 +65,7 @@ class EvalConfig(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(0, "max_new_tokens temperature top_k seed limit")
+        self.at_least(0, "max_new_tokens temperature top_k seed limit after_id")
         self.at_least(1, "batch_size")
 
 
@@ -219,6 +220,11 @@ def measure(run: str, saved: dict, cfg: EvalConfig, rt: Runtime) -> dict:
     scored = list(token_losses(model, rt.bar(batches, desc=run), rt))
     parts = rt.gather(scored)
     x, y, losses = (np.concatenate(part) for part in zip(*parts))
+    if cfg.after_id:
+        here = (x >= cfg.after_id) & (x < V - 1)
+        if not here.any():
+            raise ValueError(f"no validation token follows an id from {cfg.after_id} to {V - 2}")
+        x, y, losses = x[here], y[here], losses[here]
     train_ids = counted_tokens(train_data)
     n_bytes = int(token_bytes(read_spec(data_dir))[y].sum())
     rows = [row for row in runs.read_metrics(run) if "val_loss" in row]
@@ -324,7 +330,8 @@ def main(argv: list[str]) -> None:
     if rt.rank == 0:
         print_tasks(results, tasks) if tasks else show(results, cfg.against, "", cfg.out_dir)
         for result in results:
-            runs.write_results(result["run"], result)
+            if not cfg.after_id:  # eval.json says nothing of a part
+                runs.write_results(result["run"], result)
         if cfg.results:
             text = "".join(json.dumps(result) + "\n" for result in results)
             runs.write_or_warn(Path(cfg.results), text)

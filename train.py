@@ -220,11 +220,15 @@ def find_checkpoint(cfg: TrainConfig, data: Shards) -> dict | None:
 
 
 def start_from(model: GPT, run_dir: str) -> None:
-    """Take the weights of another run. Ids that are new here keep the rows drawn for them."""
+    """
+    Take the weights of another run. Ids that are new here keep the rows drawn for them; end-of-text
+    is the last id, then and now.
+    """
     weights, own = runs.load_checkpoint(run_dir)["model"], model.state_dict()
     for name in {"wte.weight", "lm_head.weight"} & set(weights) & set(own):
         old = weights[name]  # (V then, C)
-        weights[name] = torch.cat([old, own[name][len(old) :].cpu()])  # (V now, C)
+        drawn = own[name][len(old) - 1 : -1].cpu()
+        weights[name] = torch.cat([old[:-1], drawn, old[-1:]])  # (V now, C)
     load_weights(model, weights)
 
 

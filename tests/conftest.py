@@ -32,13 +32,17 @@ def texts(n: int = 60) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="session")
-def dataset(tmp_path_factory) -> Path:
+def make_dataset(folder: Path, vocab_size: int) -> Path:
     """A dataset written by our own pipeline."""
     documents = [f"{text} {chr(97 + i % 26)}{chr(97 + i // 26 % 26)} {i * 7919}" for i, text in enumerate(texts(400))]
-    cfg = PrepareConfig(data_dir=str(tmp_path_factory.mktemp("data") / "small"), vocab_size=512)
+    cfg = PrepareConfig(data_dir=str(folder), vocab_size=vocab_size)
     rows = [(i, None, text) for i, text in enumerate(documents)]
     return prepare(cfg, lambda place: rows, "a test", "python -m pytest tests", 10**6)
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "small", 512)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import RT, TINY, run
 
 from data.bigram import bigram_losses
@@ -47,6 +48,23 @@ def test_a_run_is_measured_as_training_measured_it(runs):
     assert sum(row["n"] for row in rows) == result["val_tokens"]
     mean = sum(row["n"] * row["loss"] for row in rows) / result["val_tokens"]
     assert mean == pytest.approx(result["loss"], rel=1e-5)
+
+
+def test_what_follows_new_tokens_is_measured_alone(runs, dataset, tmp_path):
+    """A slow loop over the windows; end-of-text, the last id, is never new."""
+    run_dir = str(runs / "learned_1")
+    model = build_model(load_checkpoint(run_dir), RT.device)
+    losses = []
+    for x, y in Shards(dataset, "val", 512, 32).every_token_once(1):
+        logp = model(torch.from_numpy(x)).detach().log_softmax(-1)
+        losses += [-logp[0, i, y[0, i]].item() for i in range(32) if y[0, i] >= 0 and 480 <= x[0, i] < 511]
+    result = evaluate_run(run_dir, EvalConfig(after_id=480))
+    assert 0 < result["val_tokens"] == len(losses)
+    assert result["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    main([run_dir, "--after_id=480", f"--out_dir={tmp_path}"])
+    assert not (runs / "learned_1" / "eval.json").exists()  # it says nothing of a part
+    with pytest.raises(ValueError, match="no validation token follows an id from 511 to 510"):
+        evaluate_run(run_dir, EvalConfig(after_id=511))
 
 
 def test_two_ranks_and_another_batch_size_give_the_same_numbers(runs):
