@@ -172,7 +172,7 @@ def test_the_gap_is_paired_by_seed_with_a_95_percent_interval(capsys):
     results += runs_of("learned", {1: 2.4}, n_layer=7)
     assert compare(results, "learned")[3].describe_gap() == "+0.100 (1 pair)"  # now there is
     assert compare(results[4:], "")[1].reference.input == "gf2"  # the first
-    started = [run for seed in (1, 2) for run in runs_of("learned", {seed: 2.0}, init_from=f"out/a_seed{seed}")]
+    started = [run for seed in (1, 2) for run in runs_of("learned", {seed: 2.0}, init_from=f"out/learned_a_seed{seed}")]
     groups = compare(started + runs_of("learned", {1: 2.1, 2: 2.1}, init_from=""), "learned")
     assert [(group.name, len(group.runs)) for group in groups] == [("learned init_from=out/a", 2), ("learned", 2)]
     with pytest.raises(ValueError, match="against must be one of gf2 n_layer=6, random.* got 'canonical'"):
