@@ -329,9 +329,8 @@ def main(argv: list[str]) -> None:
             result |= measure(run, saved[run], cfg, rt)
     if rt.rank == 0:
         print_tasks(results, tasks) if tasks else show(results, cfg.against, "", cfg.out_dir)
-        for result in results:
-            if not cfg.after_id:  # eval.json says nothing of a part
-                runs.write_results(result["run"], result)
+        for result in results if tasks or not cfg.after_id else []:  # eval.json holds no part
+            runs.write_results(result["run"], result)
         if cfg.results:
             text = "".join(json.dumps(result) + "\n" for result in results)
             runs.write_or_warn(Path(cfg.results), text)

@@ -82,8 +82,8 @@ def compare(results: list[dict], against: str) -> list[Group]:
     groups = {}
     for result, own in zip(results, settings):
         other = "".join(f" {key}={own[key]}" for key in differ if own.get(key) not in ("", None))
-        for word in (result["input"].split()[0] + "_", f"_seed{result['seed']}"):  # a start alike
-            other = other.replace(word, "")
+        mode, seed = result["input"].split()[0], result["seed"]
+        other = other.replace(f"_seed{seed}", "").replace(f"{mode}_", "")  # starts alike
         key = (result["input"], other, result["step"], json.dumps(result["data"]))
         group = groups.setdefault(key, Group(result["input"], other, {}))
         group.runs.setdefault(result["seed"], result)  # a copy of a run counts once

@@ -175,6 +175,10 @@ def test_the_gap_is_paired_by_seed_with_a_95_percent_interval(capsys):
     started = [run for seed in (1, 2) for run in runs_of("learned", {seed: 2.0}, init_from=f"out/learned_a_seed{seed}")]
     groups = compare(started + runs_of("learned", {1: 2.1, 2: 2.1}, init_from=""), "learned")
     assert [(group.name, len(group.runs)) for group in groups] == [("learned init_from=out/a", 2), ("learned", 2)]
+    started += runs_of("gf2", {1: 2.5, 2: 2.5}, init_from="out/gf2_a_seed1")[:1]
+    started += runs_of("gf2", {2: 2.5}, init_from="out/gf2_a_seed2")
+    groups = compare(runs_of("learned", {1: 2.1, 2: 2.1}, init_from="") + started, "learned")
+    assert groups[2].reference is groups[1]  # both from a run of their own input
     with pytest.raises(ValueError, match="against must be one of gf2 n_layer=6, random.* got 'canonical'"):
         compare(results[4:], "canonical")
 
